@@ -1,0 +1,113 @@
+"""What `delta_rule` and `step` refuse, and how they say so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from qdelta_jax.rules import Rule
+
+
+def compute_dtype(dtype: Any) -> Any:
+    """float64 for float64 inputs, else float32: the dtype of gates, sums and states."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_inputs(
+    q: Array, k: Array, v: Array, rule: Rule, gates: Mapping[str, Array], leading: tuple[str, ...]
+) -> None:
+    """Shapes and dtypes of one call, `leading` naming the axes before the head axis.
+
+    Raises:
+        ValueError: naming the argument, what came and what is wanted.
+    """
+    rank = len(leading) + 2
+    axes = "".join(f"{name}," for name in leading)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+            raise ValueError(f"{name}: got {type(x).__name__}, want an array")
+        if x.ndim != rank:
+            last = "HV,V" if name == "v" else "H,K"
+            raise ValueError(f"{name}: got shape {x.shape}, want {rank} axes [{axes}{last}]")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name}: got dtype {x.dtype}, want a floating dtype")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: got dtype {x.dtype}, want q's dtype {q.dtype}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, want no empty axis")
+    if k.shape != q.shape:
+        raise ValueError(f"k: got shape {k.shape}, want q's shape {q.shape}")
+    n = len(leading)
+    if v.shape[:n] != q.shape[:n]:
+        raise ValueError(f"v: got shape {v.shape}, want [{axes}..] = {q.shape[:n]} as in q {q.shape}")
+    heads, value_heads = q.shape[n], v.shape[n]
+    if value_heads % heads:
+        raise ValueError(f"v: got {value_heads} heads, want a multiple of the {heads} heads of q and k")
+    check_gates(rule, gates, q.shape[:n], heads, value_heads, q.shape[-1], v.shape[-1], axes)
+
+
+def check_gates(
+    rule: Rule,
+    gates: Mapping[str, Array],
+    leading: tuple[int, ...],
+    heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    axes: str,
+) -> None:
+    """The gates are those of the rule, each of its own shape."""
+    if not isinstance(gates, Mapping):
+        raise ValueError(f"gates: got {type(gates).__name__}, want a dict from gate names to arrays")
+    missing, unknown = set(rule.gates) - set(gates), set(gates) - set(rule.gates)
+    if missing or unknown:
+        raise ValueError(
+            f"gates: rule {rule.name!r} takes {list(rule.gates)}, got {list(gates)}"
+            + (f"; missing: {sorted(missing)}" if missing else "")
+            + (f"; unknown: {sorted(unknown)}" if unknown else "")
+        )
+    head_axis = len(leading)
+    for name, gate in rule.gates.items():
+        x = gates[name]
+        if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+            raise ValueError(f"gates[{name!r}]: got {type(x).__name__}, want an array")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"gates[{name!r}]: got dtype {x.dtype}, want a floating dtype")
+        trailing = [()] if gate.axis == "head" else [(gate.size(key_dim, value_dim),)]
+        if name == "log_decay" and gate.axis == "key":
+            trailing.append(())
+        fits = (
+            x.ndim > head_axis
+            and x.shape[:head_axis] == leading
+            and x.shape[head_axis] in (heads, value_heads)
+            and x.shape[head_axis + 1 :] in trailing
+        )
+        if not fits:
+            head = f"{value_heads}" if heads == value_heads else f"{value_heads} or {heads}"
+            sizes = " or ".join(f"[{axes}{','.join(['H', *map(str, t)])}]" for t in trailing)
+            raise ValueError(
+                f"gates[{name!r}]: got shape {x.shape}, want {sizes} with [{axes}..] = {leading} and H = {head} heads"
+            )
+        if name == "log_decay" and not isinstance(x, jax.core.Tracer) and bool(np.any(np.asarray(x) > 0)):
+            raise ValueError(
+                f"gates['log_decay']: got a value of {np.asarray(x).max()}, want log_decay <= 0 "
+                "(it is the logarithm of a decay in [0, 1])"
+            )
+
+
+def check_state(name: str, state: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if not hasattr(state, "shape") or state.shape != shape:
+        raise ValueError(f"{name}: got shape {getattr(state, 'shape', None)}, want [B,HV,K,V] = {shape}")
+    if state.dtype != dtype:
+        raise ValueError(f"{name}: got dtype {state.dtype}, want {jnp.dtype(dtype)} (states are never rounded)")
+
+
+def check_scale(scale: Any, key_dim: int) -> float:
+    if scale is None:
+        return key_dim**-0.5
+    if isinstance(scale, jax.core.Tracer) or np.ndim(scale) != 0 or not np.isreal(scale):
+        raise ValueError(f"scale: got {scale!r}, want a Python number (a compile-time constant) or None")
+    return float(scale)

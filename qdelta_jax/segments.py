@@ -1,0 +1,60 @@
+"""Packed and padded sequences: what segment ids mean, in one place.
+
+`segment_ids` is `[B, T]` int. 0 is padding: no output, the state untouched. The first non-zero id continues the
+initial state; a non-zero id other than the last non-zero id before it clears the state; the same id after padding
+continues.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+__all__ = ["segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
+
+
+def segment_masks(segment_ids: Array) -> tuple[Array, Array]:
+    """valid and reset, both [B, T] bool, of segment_ids [B, T].
+
+    valid: the token is not padding. reset: the state is cleared before this token.
+
+    >>> valid, reset = segment_masks(jnp.array([[7, 7, 0, 7, 2]]))
+    >>> valid.astype(int).tolist(), reset.astype(int).tolist()
+    ([[1, 1, 0, 1, 1]], [[0, 0, 0, 0, 1]])
+    """
+    valid = segment_ids != 0
+    positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    seen = lax.cummax(jnp.where(valid, positions, -1), axis=1)
+    before = jnp.pad(seen[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    last_id = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
+    return valid, valid & (before >= 0) & (last_id != segment_ids)
+
+
+def segment_runs(segment_ids: Array) -> Array:
+    """Which run a token belongs to, [B, T] int32: 0 for the first segment of the row, 1 for the second, ..
+
+    Padding carries the number of the segment before it (0 before the first).
+    """
+    return jnp.cumsum(segment_masks(segment_ids)[1], axis=1, dtype=jnp.int32)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:
+    """segment_ids [1, length] of packed sequences whose boundaries are cu_seqlens [n + 1].
+
+    Sequence i covers the tokens cu_seqlens[i] .. cu_seqlens[i+1] - 1 and gets the id i + 1; tokens from
+    cu_seqlens[-1] on are padding (id 0). An empty sequence has no tokens and its id does not appear.
+
+    >>> segment_ids_from_cu_seqlens(jnp.array([0, 2, 2, 5]), 6).tolist()
+    [[1, 1, 3, 3, 3, 0]]
+
+    Raises:
+        ValueError: cu_seqlens is not a vector of at least two integers, or length < 1.
+    """
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(
+            f"cu_seqlens: got shape {cu_seqlens.shape} and dtype {cu_seqlens.dtype}, "
+            "want a vector of n + 1 integers, n >= 1"
+        )
+    if length < 1:
+        raise ValueError(f"length: got {length}, want at least 1")
+    positions = jnp.arange(length, dtype=cu_seqlens.dtype)
+    ids = jnp.searchsorted(cu_seqlens, positions, side="right").astype(jnp.int32)
+    return jnp.where(ids < cu_seqlens.shape[0], ids, 0)[None]
