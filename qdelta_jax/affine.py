@@ -1,87 +1,94 @@
-"""States between chunks: S_{n+1} = carry_n S_n - left_n^T (right_n S_n) + added_n.
+"""States between chunks: S_{n+1} = M_n S_n + added_n, with M_n a matrix, or a diagonal where nothing is erased.
 
-One after the other where that is cheapest (CPU, few chunks), else as a tree of exact transitions: the pair
-(M, b) of S -> M S + b composes, so pairs of chunks are combined until few are left, and the states in between are
-recovered on the way down. The same pair serves segments that live on different devices.
+One after the other where that is cheapest (CPU), else as a tree of exact transitions: the pairs (M, added) of
+neighbours compose into that of the whole stretch, so stretches of RADIX chunks are composed in parallel until few are
+left, and the states in between are recovered on the way down. The same pair serves segments that live on different
+devices.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-SEQUENTIAL = 4
-"""A tree stops at this many nodes."""
+from qdelta_jax import products
+
+RADIX = 8
+"""Chunks composed into one node. Few levels, since each one copies its transitions and states once."""
 
 
 def affine_states(
-    carry: Array,
-    left: Array | None,
-    right: Array | None,
+    transition: Array,
     added: Array,
     start: Array,
     *,
     parallel: bool,
     precision: lax.PrecisionLike,
-    reverse: bool = False,
+    transposed: bool = False,
 ) -> tuple[Array, Array]:
-    """The value before each step, [B, H, n, K, V], and the one after the last.
+    """The state before each step, [n, B, H, K, V], and the one after the last.
 
     Args:
-        carry: [B, H, n, K or 1, 1], factor of the rows of the state.
-        left, right: [B, H, n, C, K], or None where nothing is erased.
-        added: [B, H, n, K, V].
+        transition: M [n, B, H, K, K], or its diagonal [n, B, H, K or 1, 1].
+        added: [n, B, H, K, V].
         start: [B, H, K, V].
-        reverse: step from the last to the first; "before" and "after" then follow that direction.
+        parallel: by a tree.
+        transposed: the recurrence of the gradient: M^T, from the last step to the first; "before" and "after" follow
+            that direction.
     """
-    if left is None or right is None:
-        left = right = transition = None
-    elif parallel:
-        transition = -jnp.einsum("...ck,...cd->...kd", left, right, precision=precision)
-        transition = transition + carry * jnp.eye(added.shape[-2], dtype=added.dtype)
-    if parallel and added.shape[2] > SEQUENTIAL:
-        pieces = (carry if left is None else transition, added)
-        if reverse:
-            pieces = tuple(jnp.flip(x, 2) for x in pieces)
-        before, after = _tree(*pieces, start, diagonal=left is None, precision=precision)
-        return (jnp.flip(before, 2) if reverse else before), after
+    diagonal = transition.shape[-1] == 1 and added.shape[-2] != 1
 
-    def body(state: Array, item: tuple) -> tuple[Array, Array]:
-        c, lt, rt, b = item
-        after = c * state + b
-        if lt is not None:
-            after = after - jnp.einsum("...ck,...cv->...kv", lt, _dot(rt, state, precision), precision=precision)
-        return after, state
+    def apply(m: Array, x: Array) -> Array:
+        if diagonal:
+            return m * x
+        return (products.columns if transposed else products.rows)(m, x, precision)
 
-    items = [None if x is None else jnp.moveaxis(x, 2, 0) for x in (carry, left, right, added)]
-    after, before = lax.scan(body, start, tuple(items), reverse=reverse)
-    return jnp.moveaxis(before, 0, 2), after
+    if parallel:
+        compose = jnp.multiply if diagonal else partial(products.rows, precision=precision)
+        return _tree(apply, compose, transition, added, start, transposed)
+
+    def body(state: Array, item: tuple[Array, Array]) -> tuple[Array, Array]:
+        return apply(item[0], state) + item[1], state
+
+    after, before = lax.scan(body, start, (transition, added), reverse=transposed)
+    return before, after
 
 
-def _dot(a: Array, b: Array, precision: lax.PrecisionLike) -> Array:
-    return jnp.matmul(a, b, precision=precision)
+Product = Callable[[Array, Array], Array]
+
+
+def _walk(apply: Product, transition: Array, added: Array, state: Array, reverse: bool) -> tuple[Array, Array]:
+    """Steps along axis 1 of transition and added, all rows of axis 0 at once: states before, state after."""
+    before = []
+    for i in range(added.shape[1])[:: -1 if reverse else 1]:
+        before.append(state)
+        state = apply(transition[:, i], state) + added[:, i]
+    return jnp.stack(before[:: -1 if reverse else 1], axis=1), state
 
 
 def _tree(
-    transition: Array, added: Array, start: Array, *, diagonal: bool, precision: lax.PrecisionLike
+    apply: Product, compose: Product, transition: Array, added: Array, start: Array, reverse: bool
 ) -> tuple[Array, Array]:
-    def apply(m: Array, x: Array) -> Array:
-        return m * x if diagonal else _dot(m, x, precision)
-
-    count = added.shape[2]
-    if count <= SEQUENTIAL:
-        states, state = [], start
-        for i in range(count):
-            states.append(state)
-            state = apply(transition[:, :, i], state) + added[:, :, i]
-        return jnp.stack(states, axis=2), state
-    even = count - count % 2
-    m_1, m_2 = transition[:, :, 0:even:2], transition[:, :, 1:even:2]
-    b_1, b_2 = added[:, :, 0:even:2], added[:, :, 1:even:2]
-    first, after = _tree(
-        apply(m_2, m_1), apply(m_2, b_1) + b_2, start, diagonal=diagonal, precision=precision
-    )
-    second = apply(m_1, first) + b_1
-    before = jnp.stack([first, second], axis=3).reshape(*added.shape[:2], even, *added.shape[3:])
-    if count > even:
-        before = jnp.concatenate([before, after[:, :, None]], axis=2)
-        after = apply(transition[:, :, -1], after) + added[:, :, -1]
-    return before, after
+    count = added.shape[0]
+    rest = count % RADIX if count > RADIX else count
+    # The stretch that does not fill a node stands at the end of time.
+    whole = [x[: count - rest].reshape(-1, RADIX, *x.shape[1:]) for x in (transition, added)]
+    loose = [x[count - rest :][None] for x in (transition, added)]
+    pieces, state = [], start
+    if reverse and rest:
+        before, state = _walk(apply, *loose, state[None], reverse)
+        pieces, state = [before[0]], state[0]
+    if count > rest:
+        m, b = whole
+        node_m = m[:, 0]
+        for i in range(1, RADIX):
+            node_m = compose(m[:, i], node_m)
+        _, node_b = _walk(apply, m, b, jnp.zeros_like(b[:, 0]), reverse)
+        known, state = _tree(apply, compose, node_m, node_b, state, reverse)
+        before, _ = _walk(apply, m, b, known, reverse)
+        pieces = [before.reshape(-1, *before.shape[2:]), *pieces]
+    if not reverse and rest:
+        before, state = _walk(apply, *loose, state[None], reverse)
+        pieces, state = [*pieces, before[0]], state[0]
+    return (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)), state

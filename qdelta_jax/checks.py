@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from qdelta_jax.rules import Rule
 
 
 def compute_dtype(dtype: Any) -> Any:
     """float64 for float64 inputs, else float32: the dtype of gates, sums and states."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 def check_inputs(
@@ -105,9 +105,48 @@ def check_state(name: str, state: Array, shape: tuple[int, ...], dtype: Any) -> 
         raise ValueError(f"{name}: got dtype {state.dtype}, want {jnp.dtype(dtype)} (states are never rounded)")
 
 
+def check_segment_ids(segment_ids: Array, shape: tuple[int, ...] | None) -> None:
+    """Integers [B, T], of that very shape where one is given."""
+    if not hasattr(segment_ids, "ndim") or not hasattr(segment_ids, "dtype"):
+        raise ValueError(f"segment_ids: got {type(segment_ids).__name__}, want an integer array [B,T]")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids: got dtype {segment_ids.dtype}, want an integer dtype")
+    if segment_ids.ndim != 2 or shape not in (None, segment_ids.shape):
+        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [B,T] = {shape or '2 axes'}")
+
+
+def check_mask(mask: Array, batch: int) -> None:
+    if getattr(mask, "shape", None) != (batch,) or mask.dtype != jnp.bool_:
+        kind = f"shape {mask.shape} and dtype {mask.dtype}" if hasattr(mask, "dtype") else type(mask).__name__
+        raise ValueError(f"mask: got {kind}, want [B] = ({batch},) bool")
+
+
 def check_scale(scale: Any, key_dim: int) -> float:
     if scale is None:
         return key_dim**-0.5
-    if isinstance(scale, jax.core.Tracer) or np.ndim(scale) != 0 or not np.isreal(scale):
+    array = None if isinstance(scale, jax.core.Tracer) else np.asarray(scale)
+    if array is None or array.ndim != 0 or array.dtype.kind not in "iuf":
         raise ValueError(f"scale: got {scale!r}, want a Python number (a compile-time constant) or None")
+    if not np.isfinite(scale):
+        raise ValueError(f"scale: got {scale!r}, want a finite number or None")
     return float(scale)
+
+
+def check_count(name: str, count: Any) -> int:
+    """A compile-time integer of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ValueError(f"{name}: got {count!r}, want an integer of at least 1")
+    return int(count)
+
+
+def check_precision(precision: Any, dtype: Any) -> Any:
+    """HIGHEST for float32 and float64 where nothing is asked for."""
+    if precision is None:
+        return lax.Precision.HIGHEST if jnp.finfo(dtype).bits >= 32 else None
+    if isinstance(precision, lax.Precision | lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return precision
+    try:
+        return lax.Precision(precision)
+    except ValueError as error:
+        wanted = [x.name.lower() for x in lax.Precision]
+        raise ValueError(f"precision: got {precision!r}, want None, a jax.lax.Precision or one of {wanted}") from error

@@ -10,7 +10,10 @@ a[j] those after j up to the middle. Each pair j < i belongs to exactly one leve
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+
+from qdelta_jax import products
 
 BLOCK = 16
 """Channel decay: levels inside blocks of this many tokens are masked products of the whole block."""
@@ -51,14 +54,16 @@ def _join(first: Array, second: Array) -> Array:
     return jnp.concatenate([first, second], axis=-2)
 
 
-def level_mask(size: int, half: int) -> Array:
-    """[size, size] bool: the pairs (row, column) of level `half`."""
-    row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
-    return (row // (2 * half) == column // (2 * half)) & (row % (2 * half) >= half) & (column % (2 * half) < half)
+def level_mask(size: int, half: int) -> np.ndarray:
+    """[size, size] bool: the pairs (row, column) of level `half`. A constant, so that no kernel computes it."""
+    row, column = np.arange(size)[:, None], np.arange(size)[None, :]
+    same = row // (2 * half) == column // (2 * half)
+    return same & (row % (2 * half) >= half) & (column % (2 * half) < half)
 
 
-def _lower(size: int, diagonal: int) -> Array:
-    return jnp.tril(jnp.ones((size, size), bool), diagonal)
+def lower_mask(size: int, diagonal: int) -> np.ndarray:
+    """[size, size] bool: the pairs row >= column - diagonal."""
+    return np.tril(np.ones((size, size), bool), diagonal)
 
 
 # One decay per head: the decay is a factor of the score.
@@ -67,11 +72,12 @@ def _lower(size: int, diagonal: int) -> Array:
 def decay_matrix(sums: DecaySums) -> Array:
     """exp of the log-decay between tokens j and i, [..., C, C]; 0 above the diagonal."""
     size = sums.prefix.shape[-2]
-    exponent = jnp.where(jnp.eye(size, dtype=bool), 0.0, -jnp.inf).astype(sums.prefix.dtype)
+    shape = (*sums.prefix.shape[:-1], size)
+    factor = jnp.broadcast_to(jnp.eye(size, dtype=sums.prefix.dtype), shape)
     for level, a in enumerate(sums.levels):
-        pairs = a + jnp.swapaxes(a, -1, -2)
-        exponent = jnp.where(level_mask(size, 2**level), pairs, exponent)
-    return jnp.exp(exponent)
+        x = lax.optimization_barrier(jnp.exp(a))  # else XLA takes the exponential of every pair anew
+        factor = jnp.where(level_mask(size, 2**level), x * jnp.swapaxes(x, -1, -2), factor)
+    return factor
 
 
 def crossing_sums(pairs: Array) -> Array:
@@ -80,9 +86,9 @@ def crossing_sums(pairs: Array) -> Array:
     The transpose of "log_decay at t counts for every pair that it lies between".
     """
     size = pairs.shape[-1]
-    before = _lower(size, -1).T.astype(pairs.dtype)  # [j, t]: j < t
-    left = jnp.einsum("...ij,jt->...it", pairs, before, precision=lax.Precision.HIGHEST)
-    return jnp.sum(jnp.where(_lower(size, 0), left, 0), axis=-2)[..., None]
+    before = jnp.asarray(lower_mask(size, -1).T, pairs.dtype)  # [j, t]: j < t
+    left = products.rows(pairs, before, lax.Precision.HIGHEST)
+    return jnp.sum(jnp.where(lower_mask(size, 0), left, 0), axis=-2)[..., None]
 
 
 # One decay per key channel: the decay is inside the sum over channels, level by level.
@@ -101,25 +107,22 @@ def _unblock(x: Array) -> Array:
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
-def _outer(x: Array, y: Array, precision: lax.PrecisionLike) -> Array:
-    return jnp.einsum("...id,...jd->...ij", x, y, precision=precision)
-
-
 def channel_scores(sums: DecaySums, x: Array, k: Array, precision: lax.PrecisionLike) -> Array:
-    """sum_d x_id k_jd exp(G_id - G_jd) for j < i, 0 elsewhere: [..., C, K] twice -> [..., C, C]."""
+    """sum_d x_id k_jd exp(G_id - G_jd) for j <= i, 0 elsewhere: [..., C, K] twice -> [..., C, C]."""
     size = x.shape[-2]
     block = min(BLOCK, size)
     x_b, k_b = _blocks(x, block), _blocks(k, block)
-    scores = jnp.zeros((*x_b.shape[:-1], block), x.dtype)
+    own = jnp.sum(x_b * k_b, axis=-1, keepdims=True)
+    scores = jnp.where(np.eye(block, dtype=bool), own, 0)
     half, levels = 1, iter(sums.levels)
     while half < block:
         factor = _blocks(jnp.exp(next(levels)), block)
-        product = _outer(x_b * factor, k_b * factor, precision)
+        product = products.scores(x_b * factor, k_b * factor, precision)
         scores = jnp.where(level_mask(block, half), product, scores)
         half *= 2
     while half < size:
         first, second = _halves(jnp.exp(next(levels)), half)
-        cross = _outer(_halves(x, half)[1] * second, _halves(k, half)[0] * first, precision)
+        cross = products.scores(_halves(x, half)[1] * second, _halves(k, half)[0] * first, precision)
         top, bottom = scores[..., 0::2, :, :], scores[..., 1::2, :, :]
         zero = jnp.zeros_like(cross)
         scores = _join(jnp.concatenate([top, zero], -1), jnp.concatenate([cross, bottom], -1))
@@ -128,34 +131,44 @@ def channel_scores(sums: DecaySums, x: Array, k: Array, precision: lax.Precision
 
 
 def channel_scores_backward(
-    sums: DecaySums, x: Array, k: Array, d_scores: Array, precision: lax.PrecisionLike
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Gradients of x, k and each level of sums, from the gradient of `channel_scores`."""
-    size = x.shape[-2]
+    sums: DecaySums, pairs: list[tuple[Array, Array]], k: Array, precision: lax.PrecisionLike
+) -> tuple[list[Array], Array, tuple[Array, ...]]:
+    """Gradients through `channel_scores` of several x with one k.
+
+    Args:
+        pairs: each x [..., C, K] with the gradient of its scores [..., C, C], masked.
+    Returns:
+        Gradients of each x, of k and of each level of sums.
+    """
+    size = k.shape[-2]
     block = min(BLOCK, size)
-    d_x, d_k, d_levels = jnp.zeros_like(x), jnp.zeros_like(k), []
-    diagonal = _diagonal_blocks(d_scores, block)
-    x_b, k_b = _blocks(x, block), _blocks(k, block)
-    half, levels = 1, iter(sums.levels)
-    while half < block:
-        factor = _blocks(jnp.exp(next(levels)), block)
-        masked = jnp.where(level_mask(block, half), diagonal, 0)
-        from_k = factor * jnp.einsum("...ij,...jd->...id", masked, k_b * factor, precision=precision)
-        from_x = factor * jnp.einsum("...ij,...id->...jd", masked, x_b * factor, precision=precision)
-        d_x, d_k = d_x + _unblock(from_k), d_k + _unblock(from_x)
-        d_levels.append(_unblock(x_b * from_k + k_b * from_x))
-        half *= 2
-    while half < size:
-        first, second = _halves(jnp.exp(next(levels)), half)
-        cross = _diagonal_blocks(d_scores, 2 * half)[..., half:, :half]
-        x_2, k_1 = _halves(x, half)[1], _halves(k, half)[0]
-        from_k = second * jnp.einsum("...ij,...jd->...id", cross, k_1 * first, precision=precision)
-        from_x = first * jnp.einsum("...ij,...id->...jd", cross, x_2 * second, precision=precision)
-        zero = jnp.zeros_like(from_k)
-        d_x += _unblock(_join(zero, from_k))
-        d_k += _unblock(_join(from_x, zero))
-        d_levels.append(_unblock(_join(k_1 * from_x, x_2 * from_k)))
-        half *= 2
+    own = [jnp.diagonal(d, axis1=-2, axis2=-1)[..., None] for _, d in pairs]
+    d_x, d_levels = [d * k for d in own], []
+    d_k = sum(d * x for d, (x, _) in zip(own, pairs, strict=True))
+    for level, a in enumerate(sums.levels):
+        half = 2**level
+        width = max(block, 2 * half)
+        factor = jnp.exp(_blocks(a, width))
+        k_w = _blocks(k, width)
+        inside = half < block
+        part_k, d_a = jnp.zeros_like(k_w), jnp.zeros_like(k_w)
+        for i, (x, d) in enumerate(pairs):
+            x_w, d = _blocks(x, width), _diagonal_blocks(d, width)
+            if inside:
+                d = jnp.where(level_mask(block, half), d, 0)
+                part = factor * products.rows(d, factor * k_w, precision)
+                part_k += factor * products.columns(d, factor * x_w, precision)
+            else:
+                d, upper, lower = d[..., half:, :half], slice(0, half), slice(half, None)
+                zero = jnp.zeros_like(k_w[..., upper, :])
+                seen = products.rows(d, (factor * k_w)[..., upper, :], precision)
+                part = _join(zero, factor[..., lower, :] * seen)
+                seen = products.columns(d, (factor * x_w)[..., lower, :], precision)
+                part_k += _join(factor[..., upper, :] * seen, zero)
+            d_x[i] += _unblock(part)
+            d_a += x_w * part
+        d_k += _unblock(part_k)
+        d_levels.append(_unblock(d_a + k_w * part_k))
     return d_x, d_k, tuple(d_levels)
 
 

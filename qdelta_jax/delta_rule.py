@@ -10,7 +10,16 @@ from jax import Array, lax
 from jax.experimental import checkify
 
 from qdelta_jax import recurrence
-from qdelta_jax.checks import check_inputs, check_scale, check_state, compute_dtype
+from qdelta_jax.checks import (
+    check_count,
+    check_inputs,
+    check_mask,
+    check_precision,
+    check_scale,
+    check_segment_ids,
+    check_state,
+    compute_dtype,
+)
 from qdelta_jax.chunked import ChunkOptions, chunked, coefficients
 from qdelta_jax.rules import Rule, get_rule
 from qdelta_jax.segments import segment_masks, segment_runs
@@ -77,7 +86,8 @@ def delta_rule(
         residuals: "recompute" saves the inputs and the states between chunks for the gradient, "keep" also what
             the chunks computed on the way: faster, more memory.
         validate: add `checkify` checks (positive log_decay, NaN, keys that should have unit norm); the caller
-            then wraps the function in `checkify.checkify`.
+            then wraps the function in `checkify.checkify`, inside the gradient if there is one. A tool for
+            looking for faults: the gradient takes more memory.
     Returns:
         out [B, T, HV, V] in q's dtype, and the final state [B, HV, K, V].
     Raises:
@@ -104,24 +114,22 @@ def delta_rule(
         initial_state = jnp.zeros(state_shape, dtype)
     check_state("initial_state", initial_state, state_shape, dtype)
     if segment_ids is not None:
-        _check_segment_ids(segment_ids, (batch, length))
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size: got {chunk_size!r}, want an integer of at least 1")
+        check_segment_ids(segment_ids, (batch, length))
     if residuals not in ("recompute", "keep"):
         raise ValueError(f"residuals: got {residuals!r}, want 'recompute' or 'keep'")
     options = ChunkOptions(
         scale=check_scale(scale, key_dim),
-        chunk_size=chunk_size,
-        precision=_precision(precision, q.dtype),
+        chunk_size=check_count("chunk_size", chunk_size),
+        precision=check_precision(precision, q.dtype),
         residuals=residuals,
     )
     if validate:
         _checkify(q, k, v, which, gates, segment_ids)
     chosen = resolve_implementation(implementation, length)
-    return _run(q, k, v, dict(gates), initial_state, segment_ids, which, chosen, options)
+    return _run(q, k, v, dict(gates), initial_state, segment_ids, which, chosen, options, validate)
 
 
-@partial(jax.jit, static_argnames=("rule", "implementation", "options"))
+@partial(jax.jit, static_argnames=("rule", "implementation", "options", "plain"))
 def _run(
     q: Array,
     k: Array,
@@ -132,10 +140,13 @@ def _run(
     rule: Rule,
     implementation: str,
     options: ChunkOptions,
+    plain: bool,
 ) -> tuple[Array, Array]:
     valid, reset = (None, None) if segment_ids is None else segment_masks(segment_ids)
     if implementation == "xla":
-        out, state = chunked(rule, options, q, k, v, gates, state, valid, reset)
+        # checkify cannot be differentiated through a custom_vjp under jit: validated calls leave the gradient to JAX.
+        solve = chunked.__wrapped__ if plain else chunked
+        out, state = solve(rule, options, q, k, v, gates, state, valid, reset)
     else:
         q_c, made = coefficients(rule, q, k, v, gates, valid)
         out, state = recurrence.scan(state, q_c, made, options.scale, valid, reset, options.precision)
@@ -170,13 +181,13 @@ def step(
     check_inputs(q, k, v, which, gates, ("B",))
     batch, _, key_dim = q.shape
     check_state("state", state, (batch, v.shape[1], key_dim, v.shape[2]), compute_dtype(q.dtype))
-    if mask is not None and (mask.shape != (batch,) or mask.dtype != jnp.bool_):
-        raise ValueError(f"mask: got shape {mask.shape} and dtype {mask.dtype}, want [B] = ({batch},) bool")
+    if mask is not None:
+        check_mask(mask, batch)
     scale = check_scale(scale, key_dim)
     add_time = partial(jax.tree.map, lambda x: x[:, None])
     valid = None if mask is None else mask[:, None]
     q_c, made = coefficients(which, *add_time((q, k, v, dict(gates))), valid)
-    precision = _precision(None, q.dtype)
+    precision = check_precision(None, q.dtype)
     out, state = recurrence.scan(state, q_c, made, scale, valid, None, precision)
     return out[:, 0].astype(q.dtype), state
 
@@ -204,24 +215,27 @@ def segment_final_states(
         q, k, v, rule, gates, options: as in `delta_rule`.
         segment_ids: [B, T] int, 0 for padding.
         num_segments: how many to return (a compile-time constant).
-        max_length: tokens in the longest segment, padding inside it included; T by default. Longer segments
-            would be cut.
+        max_length: tokens in the longest segment, padding inside it included; T by default. A longer segment is
+            cut there.
     Raises:
-        ValueError: as `delta_rule`; num_segments or max_length below 1.
+        ValueError: as `delta_rule`; num_segments or max_length is no integer of at least 1.
     """
-    batch, length = q.shape[:2]
-    max_length = length if max_length is None else max_length
-    if num_segments < 1 or max_length < 1:
-        raise ValueError(f"num_segments, max_length: got {num_segments}, {max_length}, want at least 1")
-    _check_segment_ids(segment_ids, (batch, length))
-    runs = segment_runs(segment_ids)
+    check_inputs(q, k, v, get_rule(rule), gates or {}, ("B", "T"))
+    batch, length, _, key_dim = q.shape
+    num_segments = check_count("num_segments", num_segments)
+    max_length = length if max_length is None else check_count("max_length", max_length)
+    check_segment_ids(segment_ids, (batch, length))
+    if initial_state is not None:
+        check_state("initial_state", initial_state, (batch, v.shape[2], key_dim, v.shape[3]), compute_dtype(q.dtype))
+    # Padding before the first segment belongs to none: it must not use up max_length.
+    runs = jnp.where(lax.cummax((segment_ids != 0).astype(jnp.int32), axis=1) > 0, segment_runs(segment_ids), -1)
     number = jnp.arange(num_segments, dtype=runs.dtype)
     start = jax.vmap(lambda row: jnp.searchsorted(row, number, side="left"))(runs)
-    index = start[:, :, None] + jnp.arange(max_length)
+    index = start[:, :, None] + jnp.arange(max_length, dtype=start.dtype)[None, None]
     inside = index < length
     index = jnp.minimum(index, length - 1)
     rows = jnp.arange(batch)[:, None, None]
-    inside &= (runs[rows, index] == number[:, None]) & (segment_ids[rows, index] != 0)
+    inside &= (runs[rows, index] == number[None, :, None]) & (segment_ids[rows, index] != 0)
 
     def unpack(x: Array) -> Array:
         return x[rows, index].reshape(batch * num_segments, max_length, *x.shape[2:])
@@ -242,22 +256,7 @@ def segment_final_states(
     return final.reshape(batch, num_segments, *final.shape[1:])
 
 
-def _precision(precision: lax.PrecisionLike, dtype: Any) -> Any:
-    if precision is None and jnp.finfo(dtype).bits >= 32:
-        return lax.Precision.HIGHEST
-    return lax.Precision(precision) if isinstance(precision, str) else precision
-
-
-def _check_segment_ids(segment_ids: Array, shape: tuple[int, int]) -> None:
-    if not hasattr(segment_ids, "dtype") or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids: got dtype {getattr(segment_ids, 'dtype', None)}, want an integer dtype")
-    if segment_ids.shape != shape:
-        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [B,T] = {shape}")
-
-
-def _checkify(
-    q: Array, k: Array, v: Array, rule: Rule, gates: Mapping[str, Array], segment_ids: Array | None
-) -> None:
+def _checkify(q: Array, k: Array, v: Array, rule: Rule, gates: Mapping[str, Array], segment_ids: Array | None) -> None:
     """The checks of `validate=True`, on tokens that are not padding."""
     valid = jnp.ones(q.shape[:2], bool) if segment_ids is None else segment_ids != 0
 

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from qdelta_jax.checks import compute_dtype
+
 __all__ = ["l2_normalize"]
 
 
@@ -14,5 +16,5 @@ def l2_normalize(x: Array, eps: float = 1e-6) -> Array:
     >>> l2_normalize(jnp.array([3.0, 4.0])).round(3).tolist()
     [0.6000000238418579, 0.800000011920929]
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(compute_dtype(x.dtype))
     return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -1,9 +1,9 @@
 """The definition: one token at a time. Every other implementation is tested against this file.
 
-    S <- Diag(exp(log_decay)) S          forget
-    r  = S^T e                           read
-    S <- S + k (z - r)^T                 write
-    o  = scale * S^T q                   read out
+S <- Diag(exp(log_decay)) S          forget
+r  = S^T e                           read
+S <- S + k (z - r)^T                 write
+o  = scale * S^T q                   read out
 """
 
 import jax

@@ -80,14 +80,17 @@ class Gate:
 
 
 def per_head(activation: Callable[[Array], Array] | Decay = sigmoid, **options: Any) -> Gate:
+    """One number per head, `[B,T,H]`: `Gate("head", ...)`."""
     return Gate("head", activation, **options)
 
 
 def per_key_channel(activation: Callable[[Array], Array] | Decay = sigmoid, **options: Any) -> Gate:
+    """One number per key channel, `[B,T,H,K]`: `Gate("key", ...)`."""
     return Gate("key", activation, **options)
 
 
 def per_value_channel(activation: Callable[[Array], Array] | Decay = sigmoid, **options: Any) -> Gate:
+    """One number per value channel, `[B,T,H,V]`: `Gate("value", ...)`."""
     return Gate("value", activation, **options)
 
 
@@ -115,9 +118,7 @@ class Rule:
         return f"Rule({self.name!r}, gates={list(self.gates)})"
 
 
-def rule(
-    *, normalize: bool = True, source: str = "", **gates: Gate
-) -> Callable[[Callable[..., Coefficients]], Rule]:
+def rule(*, normalize: bool = True, source: str = "", **gates: Gate) -> Callable[[Callable[..., Coefficients]], Rule]:
     """Makes a `Rule` of a function (q, k, v, *, gate, ...) -> Coefficients.
 
     Args:

@@ -5,8 +5,12 @@ initial state; a non-zero id other than the last non-zero id before it clears th
 continues.
 """
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+
+from qdelta_jax.checks import check_count, check_segment_ids
 
 __all__ = ["segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
 
@@ -19,7 +23,11 @@ def segment_masks(segment_ids: Array) -> tuple[Array, Array]:
     >>> valid, reset = segment_masks(jnp.array([[7, 7, 0, 7, 2]]))
     >>> valid.astype(int).tolist(), reset.astype(int).tolist()
     ([[1, 1, 0, 1, 1]], [[0, 0, 0, 0, 1]])
+
+    Raises:
+        ValueError: segment_ids is not an integer array with two axes.
     """
+    check_segment_ids(segment_ids, None)
     valid = segment_ids != 0
     positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     seen = lax.cummax(jnp.where(valid, positions, -1), axis=1)
@@ -46,15 +54,21 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:
     [[1, 1, 3, 3, 3, 0]]
 
     Raises:
-        ValueError: cu_seqlens is not a vector of at least two integers, or length < 1.
+        ValueError: cu_seqlens is not a vector of at least two integers, or (outside jit) decreases or leaves
+            0 .. length; or length < 1.
     """
+    wanted = "want a vector of n + 1 integers, n >= 1"
+    if not hasattr(cu_seqlens, "ndim") or not hasattr(cu_seqlens, "dtype"):
+        raise ValueError(f"cu_seqlens: got {type(cu_seqlens).__name__}, {wanted}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-        raise ValueError(
-            f"cu_seqlens: got shape {cu_seqlens.shape} and dtype {cu_seqlens.dtype}, "
-            "want a vector of n + 1 integers, n >= 1"
-        )
-    if length < 1:
-        raise ValueError(f"length: got {length}, want at least 1")
+        raise ValueError(f"cu_seqlens: got shape {cu_seqlens.shape} and dtype {cu_seqlens.dtype}, {wanted}")
+    length = check_count("length", length)
+    if not isinstance(cu_seqlens, jax.core.Tracer):
+        ends = np.asarray(cu_seqlens)
+        if np.any(ends[1:] < ends[:-1]) or ends[0] < 0 or ends[-1] > length:
+            raise ValueError(
+                f"cu_seqlens: got {ends}, want ends that do not decrease, from 0 to at most length {length}"
+            )
     positions = jnp.arange(length, dtype=cu_seqlens.dtype)
-    ids = jnp.searchsorted(cu_seqlens, positions, side="right").astype(jnp.int32)
+    ids = jnp.searchsorted(jnp.asarray(cu_seqlens), positions, side="right").astype(jnp.int32)
     return jnp.where(ids < cu_seqlens.shape[0], ids, 0)[None]

@@ -28,9 +28,7 @@ def unit_lower_inverse(lower: Array) -> Array:
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
         below = _diagonal_blocks(lower, 2 * half)[..., half:, :half]
         cross = -_triple(second, below, first)
-        inverse = _join(
-            jnp.concatenate([first, jnp.zeros_like(cross)], -1), jnp.concatenate([cross, second], -1)
-        )
+        inverse = _join(jnp.concatenate([first, jnp.zeros_like(cross)], -1), jnp.concatenate([cross, second], -1))
         half *= 2
     return inverse.reshape(lower.shape)
 
