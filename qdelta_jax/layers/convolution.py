@@ -1,0 +1,164 @@
+"""Causal depthwise short convolution over packed and padded sequences, with a cache for decoding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int, Shaped
+
+from qdelta_jax.layers.linear import Initializer, widened
+from qdelta_jax.layers.partitioning import partitioned
+from qdelta_jax.segments import segment_masks
+
+__all__ = ["ShortConvolution", "short_convolution"]
+
+
+def short_convolution(
+    x: Float[Array, "b t c"],
+    kernel: Float[Array, "w c"],
+    *,
+    cache: Float[Array, "b n c"] | None = None,
+    segment_ids: Int[Array, "b t"] | None = None,
+) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"]]:
+    """y_t = sum_j kernel[W-1-j] x_{t-j}, j = 0 .. W-1, over the tokens of t's own segment.
+
+    Padding (segment id 0) is skipped: it gets y = 0 and is no one's x_{t-j}, so that a segment goes on over
+    padding inside it as the recurrence does. Tokens before the first are those of the cache for the first
+    segment of a row, and zeros for every other segment. Sums are in float32.
+
+    Args:
+        x: [B, T, C], any T >= 1.
+        kernel: [W, C]; the last row meets the token itself.
+        cache: [B, W-1, C], the W - 1 tokens before the first one; zeros by default.
+        segment_ids: [B, T], as in `qdelta_jax.delta_rule`.
+    Returns:
+        y [B, T, C] in float32 (float64 for float64 inputs), and the new cache: the last W - 1 real tokens of
+        the row's last segment, in the dtype of the old one.
+    Raises:
+        ValueError: a cache of another shape.
+    """
+    batch, length, channels = x.shape
+    width = kernel.shape[0]
+    before_shape = (batch, width - 1, channels)
+    if cache is not None and cache.shape != before_shape:
+        raise ValueError(f"cache: got shape {cache.shape}, want [B,W-1,C] = {before_shape}")
+    before = jnp.zeros(before_shape, x.dtype) if cache is None else cache.astype(x.dtype)
+    if segment_ids is None:
+        x = jnp.concatenate([before, x], axis=1)
+        return _taps(x, kernel, length), x[:, length:].astype(before.dtype if cache is None else cache.dtype)
+
+    valid, reset = segment_masks(segment_ids)
+    x = jnp.where(valid[:, :, None], x, 0)
+    order = jnp.argsort(~valid, axis=1, stable=True)  # the real tokens first, in their order
+    inverse = jnp.argsort(order, axis=1)
+    x = jnp.concatenate([before, permute(x, order, inverse)], axis=1)
+    runs = jnp.cumsum(jnp.take_along_axis(reset, order, axis=1), axis=1, dtype=jnp.int32)
+    runs = jnp.pad(runs, ((0, 0), (width - 1, 0)))
+    y = permute(_taps(x, kernel, length, runs), inverse, order)
+
+    count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    index = count[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
+    own = jnp.take_along_axis(runs, index, axis=1) == runs[:, -1:]
+    after = jnp.where(own[:, :, None], jnp.take_along_axis(x, index[:, :, None], axis=1), 0)
+    return jnp.where(valid[:, :, None], y, 0), after.astype(x.dtype if cache is None else cache.dtype)
+
+
+def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Array:
+    """The convolution of x [B, W-1+T, C]; runs [B, W-1+T] numbers the segments, if there is more than one."""
+    width = kernel.shape[0]
+    x, kernel = widened(x), widened(kernel)
+    y = jnp.zeros((x.shape[0], length, x.shape[2]), x.dtype)
+    for tap in range(width):
+        term = x[:, tap : tap + length] * kernel[tap][None, None, :].astype(x.dtype)
+        if runs is not None:
+            same = runs[:, tap : tap + length] == runs[:, width - 1 :]
+            term = jnp.where(same[:, :, None], term, 0)
+        y = y + term
+    return y
+
+
+@jax.custom_vjp
+def permute(x: Array, order: Array, inverse: Array) -> Array:
+    """x[b, order[b, t]]: rows of [B, T, C] reordered. The gradient reorders back, where JAX would scatter."""
+    if x.shape[1] == 1:
+        return x
+    return jnp.take_along_axis(x, order[:, :, None], axis=1)
+
+
+def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
+    return permute(x, order, inverse), (order, inverse)
+
+
+def _permute_backward(saved: tuple[Array, Array], d_y: Array) -> tuple[Array, None, None]:
+    order, inverse = saved
+    return permute(d_y, inverse, order), None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+
+
+class ShortConvolution(nnx.Module):
+    """y_t = silu(sum_j kernel[W-1-j] x_{t-j} + bias), depthwise and causal, inside each segment.
+
+    Args:
+        channels: C.
+        width: W, the number of taps.
+        activation: "silu" or None.
+        use_bias: adds `bias` [C], zero at first.
+        kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
+        dtype: of the result; None for the input's.
+        param_dtype: of the parameters.
+        rngs: the stream `params` is used.
+    Raises:
+        ValueError: width below 1 or an unknown activation.
+
+    Source: arXiv 2312.00752, the convolution before the recurrence.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int = 4,
+        *,
+        activation: str | None = "silu",
+        use_bias: bool = False,
+        kernel_init: Initializer | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if width < 1:
+            raise ValueError(f"width: got {width}, want at least 1")
+        if activation not in ("silu", None):
+            raise ValueError(f"activation: got {activation!r}, want 'silu' or None")
+        self.channels, self.width, self.activation, self.dtype = channels, width, activation, dtype
+        # fan_in of a [W, C] kernel is W: +-sqrt(3 * (1/3) / W).
+        kernel_init = kernel_init or nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        kernel = partitioned(kernel_init, (None, "heads"))
+        self.kernel = nnx.Param(kernel(rngs.params(), (width, channels), param_dtype))
+        zeros = partitioned(nnx.initializers.zeros, ("heads",))
+        self.bias = nnx.Param(zeros(rngs.params(), (channels,), param_dtype)) if use_bias else None
+
+    def init_cache(self, batch_size: int, dtype: Any = None) -> Shaped[Array, "b n c"]:
+        """[B, W-1, C] zeros: nothing before the first token."""
+        dtype = dtype or self.dtype or self.kernel.get_value().dtype
+        return jnp.zeros((batch_size, self.width - 1, self.channels), dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "b t c"],
+        *,
+        segment_ids: Int[Array, "b t"] | None = None,
+        cache: Float[Array, "b n c"] | None = None,
+    ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"] | None]:
+        """y [B, T, C] and the new cache, None without one. Arguments as in `short_convolution`."""
+        y, after = short_convolution(x, self.kernel.get_value(), cache=cache, segment_ids=segment_ids)
+        if self.bias is not None:
+            y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
+        if self.activation == "silu":
+            y = jax.nn.silu(y)
+        if segment_ids is not None and self.bias is not None:
+            y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
+        return y.astype(self.dtype or x.dtype), None if cache is None else after

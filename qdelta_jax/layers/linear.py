@@ -1,0 +1,115 @@
+"""Linear layers, and how arrays of different precision meet in them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float
+
+from qdelta_jax.layers.partitioning import Axes, partitioned
+
+__all__ = ["Initializer", "Linear", "LowRank", "xavier_uniform"]
+
+Initializer = Callable[..., Array]
+
+
+def xavier_uniform(gain: float = 1.0) -> Initializer:
+    """Uniform in +-gain sqrt(6 / (fan_in + fan_out)).
+
+    `gain=2**-2.5` is the initialisation of Gated DeltaNet-2 (arXiv 2605.22791).
+    """
+    return nnx.initializers.variance_scaling(gain**2, "fan_avg", "uniform")
+
+
+def wider(*dtypes: Any) -> Any:
+    """The widest of some float dtypes, whatever the promotion mode; float32 for bfloat16 with float16."""
+    found = {jnp.dtype(dtype) for dtype in dtypes}
+    if len(found) == 1:
+        return found.pop()
+    return jnp.dtype(jnp.float64) if jnp.dtype(jnp.float64) in found else jnp.dtype(jnp.float32)
+
+
+def widened(x: Array) -> Array:
+    """x in float32, or in float64 if it is: where norms, gates and activations are computed."""
+    return x.astype(wider(x.dtype, jnp.float32))
+
+
+class Linear(nnx.Module):
+    """y = x kernel + bias.
+
+    Args:
+        in_features, out_features: sizes of the last axis before and after.
+        axes: logical axes of the kernel [in_features, out_features], for layers/partitioning.py.
+        use_bias: adds `bias` [out_features], zero at first.
+        kernel_init: initializer (key, shape, dtype) -> array; LeCun normal by default.
+        dtype: of the product and the result; None for the wider of the input's and the parameters'.
+        param_dtype: of the parameters.
+        rngs: the stream `params` is used.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: Axes = ("embed", "heads"),
+        use_bias: bool = False,
+        kernel_init: Initializer | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        kernel = partitioned(kernel_init or nnx.initializers.lecun_normal(), axes)
+        self.kernel = nnx.Param(kernel(rngs.params(), (in_features, out_features), param_dtype))
+        zeros = partitioned(nnx.initializers.zeros, axes[-1:])
+        self.bias = nnx.Param(zeros(rngs.params(), (out_features,), param_dtype)) if use_bias else None
+
+    def __call__(
+        self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None
+    ) -> Float[Array, "*lead outer"]:
+        """`out_dtype` asks for a result wider than the operands, without rounding in between."""
+        kernel = self.kernel.get_value()
+        dtype = self.dtype or wider(x.dtype, kernel.dtype)
+        y = lax.dot_general(
+            x.astype(dtype),
+            kernel.astype(dtype),
+            (((x.ndim - 1,), (0,)), ((), ())),
+            preferred_element_type=out_dtype or dtype,
+        )
+        if self.bias is not None:
+            y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
+        return y
+
+
+class LowRank(nnx.Module):
+    """y = (x down) up + bias, through `rank` features; only `up` has the bias. Arguments as in `Linear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        axes: Axes = ("embed", "heads"),
+        use_bias: bool = False,
+        kernel_init: Initializer | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {
+            "kernel_init": kernel_init,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        self.down = Linear(in_features, rank, axes=(axes[0], None), **options)
+        self.up = Linear(rank, out_features, axes=(None, axes[1]), use_bias=use_bias, **options)
+
+    def __call__(
+        self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None
+    ) -> Float[Array, "*lead outer"]:
+        return self.up(self.down(x), out_dtype=out_dtype)
