@@ -77,7 +77,7 @@ def _tree(
     loose = [x[count - rest :][None] for x in (transition, added)]
     pieces, state = [], start
     if reverse and rest:
-        before, state = _walk(apply, *loose, state[None], reverse)
+        before, state = _walk(apply, loose[0], loose[1], state[None], reverse)
         pieces, state = [before[0]], state[0]
     if count > rest:
         m, b = whole
@@ -89,6 +89,6 @@ def _tree(
         before, _ = _walk(apply, m, b, known, reverse)
         pieces = [before.reshape(-1, *before.shape[2:]), *pieces]
     if not reverse and rest:
-        before, state = _walk(apply, *loose, state[None], reverse)
+        before, state = _walk(apply, loose[0], loose[1], state[None], reverse)
         pieces, state = [*pieces, before[0]], state[0]
     return (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)), state

@@ -76,7 +76,7 @@ def check_gates(
             raise ValueError(f"gates[{name!r}]: got {type(x).__name__}, want an array")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"gates[{name!r}]: got dtype {x.dtype}, want a floating dtype")
-        trailing = [()] if gate.axis == "head" else [(gate.size(key_dim, value_dim),)]
+        trailing: list[tuple[int, ...]] = [()] if gate.axis == "head" else [(gate.size(key_dim, value_dim),)]
         if name == "log_decay" and gate.axis == "key":
             trailing.append(())
         fits = (

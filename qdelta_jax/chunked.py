@@ -26,7 +26,7 @@ from qdelta_jax.coefficients import coefficients
 from qdelta_jax.plan import ChunkOptions, Plan, grouped, make_plan, merge, split, ungrouped
 from qdelta_jax.rules import Rule
 
-__all__ = ["ChunkOptions", "chunked", "coefficients"]
+__all__ = ["ChunkOptions", "chunked", "chunked_plain", "coefficients"]
 
 
 def _setup(options: ChunkOptions, v: Array, valid: Array | None) -> tuple[Plan, Array | None]:
@@ -70,6 +70,11 @@ def _forward(
     return (out, end), (states, kept)
 
 
+def chunked_plain(rule: Rule, options: ChunkOptions, *inputs: Any) -> tuple[Array, Array]:
+    """`chunked` with the gradient left to JAX: more memory, but checkify can be differentiated through it."""
+    return _forward(rule, options, *inputs)[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def chunked(
     rule: Rule,
@@ -87,7 +92,7 @@ def chunked(
     Returns:
         out [B, T, HV, V] in q's dtype and the final state [B, HV, K, V].
     """
-    return _forward(rule, options, q, k, v, gates, state, valid, reset)[0]
+    return chunked_plain(rule, options, q, k, v, gates, state, valid, reset)
 
 
 def _chunked_forward(
@@ -108,7 +113,9 @@ def _chunked_backward(rule: Rule, options: ChunkOptions, saved: tuple, cotangent
 
     def body(d_end: Array, item: tuple) -> tuple[Array, tuple]:
         (q_g, k_g, v_g, gates_g, valid_g, reset_g, d_out_g), states_g, kept_g = item
-        (q_c, made), pull_back = jax.vjp(lambda *args: coefficients(rule, *args, valid_g), q_g, k_g, v_g, gates_g)
+        (q_c, made), pull_back = jax.vjp(
+            lambda q, k, v, gates: coefficients(rule, q, k, v, gates, valid_g), q_g, k_g, v_g, gates_g
+        )
         chunks = wy.make_chunks(q_c, made, reset_g, cut)
         solved = wy.solve(chunks, options.precision) if kept_g is None else kept_g
         d_out_g = split(d_out_g.astype(chunks.q.dtype), cut)

@@ -1,5 +1,6 @@
 """From a call's inputs to the factors of the recurrence, with padding made harmless."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from qdelta_jax.rules import Coefficients, Rule
 
 
 def coefficients(
-    rule: Rule, q: Array, k: Array, v: Array, gates: dict[str, Array], valid: Array | None
+    rule: Rule, q: Array, k: Array, v: Array, gates: Mapping[str, Array], valid: Array | None
 ) -> tuple[Array, Coefficients]:
     """q and the rule's k, e, z, log_decay, [B, T, HV, ...] in float32 (float64), padding made harmless.
 

@@ -20,7 +20,7 @@ from qdelta_jax.checks import (
     check_state,
     compute_dtype,
 )
-from qdelta_jax.chunked import ChunkOptions, chunked, coefficients
+from qdelta_jax.chunked import ChunkOptions, chunked, chunked_plain, coefficients
 from qdelta_jax.rules import Rule, get_rule
 from qdelta_jax.segments import segment_masks, segment_runs
 
@@ -145,7 +145,7 @@ def _run(
     valid, reset = (None, None) if segment_ids is None else segment_masks(segment_ids)
     if implementation == "xla":
         # checkify cannot be differentiated through a custom_vjp under jit: validated calls leave the gradient to JAX.
-        solve = chunked.__wrapped__ if plain else chunked
+        solve = chunked_plain if plain else chunked
         out, state = solve(rule, options, q, k, v, gates, state, valid, reset)
     else:
         q_c, made = coefficients(rule, q, k, v, gates, valid)
@@ -184,9 +184,9 @@ def step(
     if mask is not None:
         check_mask(mask, batch)
     scale = check_scale(scale, key_dim)
-    add_time = partial(jax.tree.map, lambda x: x[:, None])
+    q, k, v, gates = jax.tree.map(lambda x: x[:, None], (q, k, v, dict(gates)))
     valid = None if mask is None else mask[:, None]
-    q_c, made = coefficients(which, *add_time((q, k, v, dict(gates))), valid)
+    q_c, made = coefficients(which, q, k, v, gates, valid)
     precision = check_precision(None, q.dtype)
     out, state = recurrence.scan(state, q_c, made, scale, valid, None, precision)
     return out[:, 0].astype(q.dtype), state
@@ -245,10 +245,13 @@ def segment_final_states(
         rest = jnp.zeros((batch, num_segments - 1, *initial_state.shape[1:]), initial_state.dtype)
         state = jnp.concatenate([initial_state[:, None], rest], axis=1).reshape(-1, *initial_state.shape[1:])
     ids = inside.astype(jnp.int32).reshape(batch * num_segments, max_length)
+    q, k, v, gates = jax.tree.map(unpack, (q, k, v, dict(gates or {})))
     _, final = delta_rule(
-        *jax.tree.map(unpack, (q, k, v)),
+        q,
+        k,
+        v,
         rule,
-        jax.tree.map(unpack, dict(gates or {})),
+        gates,
         initial_state=state,
         segment_ids=ids,
         **options,

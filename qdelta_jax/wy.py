@@ -81,15 +81,17 @@ def _is_scalar(chunks: Chunks) -> bool:
 
 def solve(chunks: Chunks, precision: Any) -> Solved:
     q, k, e = chunks.q, chunks.k, chunks.e
-    if _is_scalar(chunks):
-        factor = decay.decay_matrix(chunks.sums)
-        decayed = [None if x is None else factor * products.scores(x, k, precision) for x in (q, e)]
-    else:
-        decayed = [None if x is None else decay.channel_scores(chunks.sums, x, k, precision) for x in (q, e)]
-    scores = _inside(decayed[0], chunks, 0)
+    factor = decay.decay_matrix(chunks.sums) if _is_scalar(chunks) else None
+
+    def decayed(x: Array) -> Array:
+        if factor is None:
+            return decay.channel_scores(chunks.sums, x, k, precision)
+        return factor * products.scores(x, k, precision)
+
+    scores = _inside(decayed(q), chunks, 0)
     if e is None:
         return Solved(scores, None, None, chunks.z, None)
-    lower = _inside(decayed[1], chunks, -1)
+    lower = _inside(decayed(e), chunks, -1)
     inverse = unit_lower_inverse(lower)
     u_free = products.rows(inverse, chunks.z, precision)
     minus_w = products.rows(inverse, -chunks.boundary.gamma_in * e, precision)
@@ -185,6 +187,9 @@ def _scalar_pairs(
     factor = decay.decay_matrix(chunks.sums)
     weighted = [factor * d for _, d in pairs]
     d_x = [products.rows(w, chunks.k, precision) for w in weighted]
-    d_k = sum(products.columns(w, x, precision) for w, (x, _) in zip(weighted, pairs, strict=True))
-    between = sum(s * d for s, (_, d) in zip((solved.scores, solved.lower), pairs, strict=False))
+    d_k = products.columns(weighted[0], pairs[0][0], precision)
+    between = solved.scores * pairs[0][1]
+    if solved.lower is not None:
+        d_k = products.columns(weighted[1], pairs[1][0], precision) + d_k
+        between = between + solved.lower * pairs[1][1]
     return d_x, d_k, decay.crossing_sums(between)

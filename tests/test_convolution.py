@@ -46,9 +46,7 @@ def test_is_the_loop(x64, width, length):
     ids = rng.integers(0, 3, size=(40, length))
     want = loop(x, kernel, cache, ids)
     x = np.where(ids[:, :, None] == 0, np.nan, x)
-    got = convolve(
-        jnp.asarray(x), jnp.asarray(kernel), cache=jnp.asarray(cache), segment_ids=jnp.asarray(ids)
-    )
+    got = convolve(jnp.asarray(x), jnp.asarray(kernel), cache=jnp.asarray(cache), segment_ids=jnp.asarray(ids))
     assert_close(got, want, FLOAT64)
 
 
@@ -84,9 +82,7 @@ def test_gradients(x64):
 
     check_grads(run, (x, kernel, cache), order=2, modes=["rev"], rtol=1e-6)
     poisoned = jnp.where((ids == 0)[:, :, None], jnp.nan, x)
-    gradients = jax.grad(lambda *a: sum(jnp.sum(y**2) for y in run(*a)), argnums=(0, 1, 2))(
-        poisoned, kernel, cache
-    )
+    gradients = jax.grad(lambda *a: sum(jnp.sum(y**2) for y in run(*a)), argnums=(0, 1, 2))(poisoned, kernel, cache)
     assert all(bool(jnp.all(jnp.isfinite(g))) for g in gradients)
     assert float(jnp.max(jnp.abs(jnp.where((ids == 0)[:, :, None], gradients[0], 0)))) == 0.0
 

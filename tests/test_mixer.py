@@ -214,9 +214,7 @@ def test_mamba2_step_multiplies_the_value():
     step = jax.nn.softplus(gate.projection(x) + jnp.broadcast_to(gate.decay.dt_bias.get_value(), (1, 7, 2)))
     q, k, v = (jax.nn.silu(p(x)).reshape(1, 7, 2, -1) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     log_decay = -step * jnp.exp(gate.decay.A_log.get_value())[None, None]
-    out, _ = qd.delta_rule(
-        q, k, v * step[..., None], "mamba2", {"log_decay": log_decay}, implementation="scan"
-    )
+    out, _ = qd.delta_rule(q, k, v * step[..., None], "mamba2", {"log_decay": log_decay}, implementation="scan")
     want = mixer.out_proj(mixer.norm(out).reshape(1, 7, -1))
     assert_close(mixer(x)[0], want, FLOAT32)
 
@@ -270,9 +268,7 @@ def test_eight_devices_are_one_device(cpu_devices):
         x = constrain(x, ("batch", None, None))
         assert len(x.sharding.device_set) == 8
         y, (d_mixer, d_x) = gradients(mixer, x)
-    assert_close(
-        (y, (nnx.to_pure_dict(d_mixer), d_x)), (want[0], (nnx.to_pure_dict(want[1][0]), want[1][1])), SHARDED
-    )
+    assert_close((y, (nnx.to_pure_dict(d_mixer), d_x)), (want[0], (nnx.to_pure_dict(want[1][0]), want[1][1])), SHARDED)
 
 
 def test_refusals():

@@ -231,7 +231,6 @@ class Gates(nnx.Module):
         """The gates for `delta_rule`, and what multiplies the value: [B, T, HV], [B, T, HV, V] or None."""
         made = {name: projection(x) for name, projection in self.projections.items()}
         scale = None
-        for name in self.scales_value:
-            step = made[name][1]
-            scale = step if scale is None else scale * step
+        for step in (made[name][1] for name in self.scales_value):
+            scale = step if scale is None or step is None else scale * step
         return {name: gate for name, (gate, _) in made.items()}, scale

@@ -145,7 +145,7 @@ class Mixer(nnx.Module):
         )
         self.gate_proj = None
         if config.output_gate is None:
-            self.norm = RMSNorm(sizes.value_dim, config.norm_eps, **types)
+            self.norm: Any = RMSNorm(sizes.value_dim, config.norm_eps, **types)
         else:
             self.norm = GatedRMSNorm(sizes.value_dim, config.norm_eps, activation=config.output_gate, **types)
             self.gate_proj = nnx.data(
@@ -192,7 +192,8 @@ class Mixer(nnx.Module):
         if segment_ids is not None:
             x = jnp.where((segment_ids != 0)[:, :, None], x, 0)
 
-        convolved, kept = [], []
+        convolved: list[Array] = []
+        kept: list[Any] = []
         before = (None,) * 3 if cache is None else cache.convolutions
         for i, (name, project) in enumerate((("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj))):
             y = project(x)

@@ -1,0 +1,185 @@
+"""One update: loss over a packed batch, gradient, optimizer, and a guard against what is not finite."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from qdelta_jax.layers.partitioning import shardings
+from qdelta_jax.training.config import MeshConfig
+from qdelta_jax.training.data import Batch
+
+__all__ = ["Learner", "TrainState", "make_mesh", "shard_batch"]
+
+
+class TrainState(NamedTuple):
+    """Everything a run is made of, save its place in the data.
+
+    params: float32, a nested dict by name.
+    constants: the model's variables that are not learned.
+    step, skipped, skipped_in_a_row: int32 counts of all updates, of those left out, and of these of late.
+    """
+
+    params: Any
+    constants: Any
+    opt_state: Any
+    step: Any
+    skipped: Any
+    skipped_in_a_row: Any
+
+
+class Metrics(NamedTuple):
+    """loss: nats per token of the batch. gradient_norm: before clipping. tokens: predicted ones."""
+
+    loss: Array
+    gradient_norm: Array
+    tokens: Array
+    skipped: Array
+    skipped_in_a_row: Array
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """A mesh of axes ("data", "fsdp"); over one device it is the trivial mesh.
+
+    Raises:
+        ValueError: there are not that many devices, or a -1 would leave some of them unused.
+    """
+    devices = jax.devices()
+    count = len(devices)
+    data = count // config.fsdp if config.data == -1 else config.data
+    fsdp = count // config.data if config.fsdp == -1 else config.fsdp
+    all_of_them = -1 in (config.data, config.fsdp) or jax.process_count() > 1
+    if not 0 < data * fsdp <= count or (all_of_them and data * fsdp != count):
+        raise ValueError(
+            f"mesh: got data={config.data}, fsdp={config.fsdp}, want a product of {count} (devices)"
+        )
+    return jax.make_mesh(
+        (data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices[: data * fsdp]
+    )
+
+
+def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """This process's rows as global arrays, spread over both axes of the mesh.
+
+    Raises:
+        ValueError: the rows of all processes together cannot be shared equally by the devices.
+    """
+    rows = len(batch.tokens) * jax.process_count()
+    if rows % mesh.size:
+        raise ValueError(f"data.batch_size: got {rows}, want a multiple of the {mesh.size} devices")
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return Batch(*(jax.make_array_from_process_local_data(sharding, np.ascontiguousarray(x)) for x in batch))
+
+
+class Learner:
+    """A model and an optimizer as pure functions of a `TrainState`, compiled for a mesh.
+
+    Args:
+        build: makes the model, an `nnx.Module` called as model(tokens, segment_ids=..) -> logits.
+        optimizer: any optax transformation of the gradient.
+        mesh: from `make_mesh`.
+        accumulation: microbatches that a batch is cut into.
+
+    init(seed) -> TrainState, update(state, batch) -> (TrainState, Metrics), which donates the state that it
+    is given, and evaluate(state, batch) -> (summed loss, tokens) are compiled; use them inside
+    `jax.set_mesh(mesh)`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[nnx.Rngs], nnx.Module],
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        accumulation: int = 1,
+    ):
+        self.build, self.optimizer, self.mesh, self.accumulation = build, optimizer, mesh, accumulation
+        self.graph, params, constants = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)
+        params_place, constants_place = (nnx.to_pure_dict(shardings(x, mesh)) for x in (params, constants))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        opt_state = jax.eval_shape(optimizer.init, nnx.to_pure_dict(params))
+        # Moments lie where their parameters lie.
+        opt_place = optax.tree_utils.tree_map_params(
+            optimizer,
+            lambda _, where: where,
+            opt_state,
+            params_place,
+            transform_non_params=lambda _: everywhere,
+        )
+        self.shardings = TrainState(
+            params_place, constants_place, opt_place, everywhere, everywhere, everywhere
+        )
+        self.init = jax.jit(self._init, static_argnums=0, out_shardings=self.shardings)
+        self.update = jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, None))
+        self.evaluate = jax.jit(lambda state, batch: self._sum_loss(state.params, state.constants, batch))
+
+    def _init(self, seed: int) -> TrainState:
+        """The state before the first update. Each device makes its part; the values depend on no mesh."""
+        _, params, constants = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)
+        params = nnx.to_pure_dict(params)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(params, nnx.to_pure_dict(constants), self.optimizer.init(params), zero, zero, zero)
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, for restoring one."""
+        shapes = jax.eval_shape(lambda: self._init(0))
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, self.shardings
+        )
+
+    def model(self, state: TrainState) -> nnx.Module:
+        """The module with these parameters."""
+        return nnx.merge(self.graph, state.params, state.constants)
+
+    def _sum_loss(self, params: Any, constants: Any, batch: Batch) -> tuple[Array, Array]:
+        """(sum over predicted tokens of -log p(target), their number), both float32."""
+        model = nnx.merge(self.graph, params, constants)
+        logits = model(batch.tokens, segment_ids=batch.segment_ids)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
+        predicted = batch.segment_ids != 0
+        return jnp.sum(jnp.where(predicted, losses, 0)), jnp.sum(predicted, dtype=jnp.float32)
+
+    def gradient(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
+        """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens."""
+        value_and_grad = jax.value_and_grad(self._sum_loss, has_aux=True)
+        if self.accumulation == 1:
+            (loss, tokens), grads = value_and_grad(state.params, state.constants, batch)
+        else:
+            # Every n-th row, so that each microbatch still has a part on every device.
+            parts = jax.tree.map(
+                lambda x: jnp.moveaxis(x.reshape(-1, self.accumulation, *x.shape[1:]), 1, 0), batch
+            )
+
+            def add(total: Any, part: Batch) -> tuple[Any, None]:
+                (loss, tokens), grads = value_and_grad(state.params, state.constants, part)
+                return jax.tree.map(jnp.add, total, (loss, tokens, grads)), None
+
+            zero = jnp.zeros((), jnp.float32)
+            start = (zero, zero, jax.tree.map(jnp.zeros_like, state.params))
+            (loss, tokens, grads), _ = lax.scan(add, start, parts)
+        tokens_or_one = jnp.maximum(tokens, 1)
+        grads = jax.tree.map(lambda g: g / tokens_or_one.astype(g.dtype), grads)
+        return loss / tokens_or_one, grads, tokens
+
+    def _update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, grads, tokens = self.gradient(state, batch)
+        norm = optax.tree_utils.tree_norm(grads)
+        # Optax raises Python floats to integer counts, which strict promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        left_out = jnp.where(finite, 0, 1).astype(jnp.int32)
+        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32)
+        new = TrainState(
+            params, state.constants, opt_state, state.step + 1, state.skipped + left_out, in_a_row
+        )
+        return new, Metrics(loss, norm, tokens, new.skipped, new.skipped_in_a_row)

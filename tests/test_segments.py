@@ -1,0 +1,61 @@
+"""Segment ids alone: masks, runs, and ids from cumulative lengths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qdelta_jax import segment_ids_from_cu_seqlens, segment_masks, segment_runs
+
+
+def by_hand(row) -> tuple[list[bool], list[bool], list[int]]:
+    valid, reset, runs, last, run = [], [], [], None, 0
+    for x in row:
+        new = x != 0 and last not in (None, x)
+        run += new
+        last = x if x != 0 else last
+        valid.append(x != 0)
+        reset.append(new)
+        runs.append(run)
+    return valid, reset, runs
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8, np.uint32, np.int64])
+def test_masks_and_runs(dtype, x64):
+    rows = np.random.default_rng(0).choice([0, 1, 2, 100], size=(50, 12), p=[0.4, 0.3, 0.2, 0.1]).astype(dtype)
+    rows[0], rows[1] = 0, 5
+    valid, reset = segment_masks(jnp.asarray(rows))
+    runs = segment_runs(jnp.asarray(rows))
+    assert valid.dtype == reset.dtype == bool
+    for b, row in enumerate(rows):
+        want = by_hand(row)
+        assert (valid[b].tolist(), reset[b].tolist(), runs[b].tolist()) == want
+
+
+def test_negative_ids_are_segments():
+    valid, reset = segment_masks(jnp.array([[-1, -1, 0, -1, 1]]))
+    assert valid.tolist() == [[True, True, False, True, True]]
+    assert reset.tolist() == [[False, False, False, False, True]]
+
+
+def test_one_token():
+    for value, valid in ((0, False), (3, True)):
+        got = segment_masks(jnp.array([[value]]))
+        assert [x.tolist() for x in got] == [[[valid]], [[False]]]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_cu_seqlens(jit):
+    f = lambda c: segment_ids_from_cu_seqlens(c, 8)  # noqa: E731
+    f = jax.jit(f) if jit else f
+    assert f(jnp.array([0, 3, 3, 3, 4, 8])).tolist() == [[1, 1, 1, 4, 5, 5, 5, 5]]
+    assert f(jnp.array([0, 1])).tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
+    assert f(jnp.array([2, 4, 6])).tolist() == [[0, 0, 1, 1, 2, 2, 0, 0]]
+    assert f(jnp.array([0, 0, 0])).tolist() == [[0] * 8]
+    assert f(np.array([0, 8], np.int32)).dtype == jnp.int32
+
+
+@pytest.mark.parametrize("ids", [jnp.ones((3,), jnp.int32), jnp.ones((2, 3)), [[1, 2]]])
+def test_masks_refuse(ids):
+    with pytest.raises(ValueError, match=r"segment_ids: got .*want"):
+        segment_masks(ids)

@@ -1,0 +1,50 @@
+"""Every tolerance of the tests, in one place. All are relative errors |got - want| / |want| in the 2-norm.
+
+A reference that is zero is compared absolutely, by the same number.
+"""
+
+import numpy as np
+
+FLOAT64 = 1e-10
+"""Golden vectors and everything computed in float64."""
+
+FLOAT32 = 2e-5
+"""Golden vectors in float32 (measured worst: about 2e-6)."""
+
+FLOAT32_DECAY = 1e-4
+"""The gradient of log_decay under extreme decays in float32: sums that cancel."""
+
+TRIANGULAR = 2e-5
+"""The inverse of I + L in float32, its largest error relative to its largest entry, keys nearly equal."""
+
+SAME = 1e-6
+"""Two float32 programs of the same sums in another order (vmap against a loop, a split against the whole)."""
+
+BF16 = {"output": 0.005, "state": 0.005, "gradient": 0.008, "decay": 0.02}
+"""bfloat16 inputs against float64 on the same rounded inputs, by what is compared."""
+
+LAYER = 1e-4
+"""float32 layers against the released modules."""
+
+SHARDED = 1e-5
+"""Losses on eight devices against one."""
+
+
+def relative_error(got, want) -> float:
+    """|got - want| / |want|, or |got - want| where want is 0."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
+    scale = np.linalg.norm(want)
+    return float(np.linalg.norm(got - want) / (scale if scale > 0 else 1.0))
+
+
+def assert_close(got, want, tolerance: float, name: str = "") -> None:
+    """Compares two arrays, or two pytrees of the same structure, leaf by leaf."""
+    import jax
+
+    got_leaves, got_tree = jax.tree.flatten_with_path(got)
+    want_leaves, want_tree = jax.tree.flatten_with_path(want)
+    assert got_tree == want_tree, f"{name}: structure {got_tree}, want {want_tree}"
+    for (path, a), (_, b) in zip(got_leaves, want_leaves, strict=True):
+        error = relative_error(a, b)
+        assert error <= tolerance, f"{name}{jax.tree_util.keystr(path)}: relative error {error:.2e} > {tolerance:.0e}"
