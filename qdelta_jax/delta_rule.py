@@ -142,6 +142,7 @@ def _run(
     options: ChunkOptions,
     plain: bool,
 ) -> tuple[Array, Array]:
+    q, k, v, gates, state, segment_ids = _vary_together((q, k, v, gates, state, segment_ids))
     valid, reset = (None, None) if segment_ids is None else segment_masks(segment_ids)
     if implementation == "xla":
         # checkify cannot be differentiated through a custom_vjp under jit: validated calls leave the gradient to JAX.
@@ -151,6 +152,21 @@ def _run(
         q_c, made = coefficients(rule, q, k, v, gates, valid)
         out, state = recurrence.scan(state, q_c, made, options.scale, valid, reset, options.precision)
     return out.astype(q.dtype), state
+
+
+def _vary_together(arguments: Any) -> Any:
+    """Inside `jax.shard_map`: every argument varies over the mesh axes that any of them varies over.
+
+    A scan wants its state (zeros by default) typed like what is added to it, and a gradient is then summed over the
+    devices that share an argument.
+    """
+    axes: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arguments)))
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, arguments) if axes else arguments
 
 
 def step(
@@ -184,7 +200,8 @@ def step(
     if mask is not None:
         check_mask(mask, batch)
     scale = check_scale(scale, key_dim)
-    q, k, v, gates = jax.tree.map(lambda x: x[:, None], (q, k, v, dict(gates)))
+    state, q, k, v, gates, mask = _vary_together((state, q, k, v, dict(gates), mask))
+    q, k, v, gates = jax.tree.map(lambda x: x[:, None], (q, k, v, gates))
     valid = None if mask is None else mask[:, None]
     q_c, made = coefficients(which, q, k, v, gates, valid)
     precision = check_precision(None, q.dtype)

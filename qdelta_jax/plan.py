@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     parallel: bool
 
 
-CPU_GROUP = 4096
+CPU_GROUP = 2048
 OTHER_GROUP = 2**19
 """Token-heads of a group: as many as fit the caches of a CPU, or as fill an accelerator."""
 

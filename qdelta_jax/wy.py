@@ -53,7 +53,7 @@ def make_chunks(q: Array, made: Coefficients, reset: Array | None, plan: Plan) -
     split = partial(split_chunks, plan=plan)
     k, e, z, log_decay = made
     if log_decay is None:
-        log_decay = jnp.zeros((*k.shape[:-1], 1), k.dtype)
+        log_decay = jnp.zeros_like(k[..., :1])
     sums = decay.decay_sums(split(log_decay))
     gamma_in, tail = jnp.exp(sums.prefix), jnp.exp(sums.suffix)
     carry = jnp.swapaxes(jnp.exp(sums.total), -1, -2)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHUNK, IMPLEMENTATIONS, SMALL, make_inputs
-from jax.sharding import NamedSharding, PartitionSpec
+from cases import CHUNK, IMPLEMENTATIONS, SMALL, every_core_rule, make_inputs
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference import call, cast_inputs
 from tolerances import FLOAT32, SAME, assert_close
 
@@ -221,3 +221,37 @@ def test_sharded_is_whole(cpu_devices):
     text = f.lower(placed, placed_ids).compile().as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_core_rule
+def test_inside_shard_map(name, implementation, cpu_devices):
+    """A batch over four devices that share the keys, the state zero by default: types agree and k's gradient is summed."""
+    mesh = jax.make_mesh((4,), ("data",), devices=cpu_devices[:4], axis_types=(AxisType.Auto,))
+    x = inputs_of(name)
+    split, shared = PartitionSpec("data"), PartitionSpec()
+
+    def f(q, k, v, gates):
+        k = jnp.broadcast_to(k, q.shape)
+        return delta_rule(q, k, v, name, gates, implementation=implementation, chunk_size=CHUNK)
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda *a: sum(jnp.sum(jnp.sin(y)) for y in f(*a)), argnums=(0, 1, 2, 3)))
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(split, shared, split, split), out_specs=split)
+    arguments = x["q"], x["k"][:1], x["v"], x["gates"]
+    assert_close(gradient(mapped)(*arguments), gradient(f)(*arguments), FLOAT32)
+
+
+def test_step_inside_shard_map(cpu_devices):
+    mesh = jax.make_mesh((4,), ("data",), devices=cpu_devices[:4], axis_types=(AxisType.Auto,))
+    x = inputs_of("kda")
+    token = jax.tree.map(lambda a: a[:, 0], {n: x[n] for n in (*"qkv", "gates")})
+    state = jnp.zeros((1, *x["initial_state"].shape[1:]))
+
+    def f(state, x):
+        return step(state, *(x[n] for n in "qkv"), rule="kda", gates=x["gates"])
+
+    split = PartitionSpec("data")
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split))(state, token)
+    assert_close(got, f(jnp.concatenate([state] * 4), token), SAME)
