@@ -49,6 +49,7 @@ def _forward(
     reset: Array | None,
 ) -> tuple[tuple[Array, Array], tuple[Array, wy.Solved | None]]:
     """((out, final state), (states between chunks, what "keep" keeps))."""
+    q, k, v, gates, state, valid, reset = products.mapped_together((q, k, v, gates, state, valid, reset))
     cut, valid = _setup(options, v, valid)
     precision = options.precision
 
@@ -105,8 +106,7 @@ def _chunked_forward(
 
 
 def _chunked_backward(rule: Rule, options: ChunkOptions, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, gates, valid, reset, states, kept = saved
-    d_out, d_end = cotangents
+    q, k, v, gates, valid, reset, states, kept, d_out, d_end = products.mapped_together((*saved, *cotangents))
     cut, valid = _setup(options, v, valid)
     if valid is not None:
         d_out = jnp.where(valid[:, :, None, None], d_out, 0)

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from qdelta_jax import products
 
-BLOCK = 16
+BLOCK = 8
 """Channel decay: levels inside blocks of this many tokens are masked products of the whole block."""
 
 
@@ -80,14 +80,15 @@ def decay_matrix(sums: DecaySums) -> Array:
     return factor
 
 
-def crossing_sums(pairs: Array) -> Array:
+def crossing_sums(pairs: Array, precision: lax.PrecisionLike) -> Array:
     """For each token t the sum of pairs[i, j] over i >= t > j, [..., C, C] -> [..., C, 1].
 
-    The transpose of "log_decay at t counts for every pair that it lies between".
+    The transpose of "log_decay at t counts for every pair that it lies between". Nothing cancels here that does not
+    cancel in the gradient itself, so the precision of all other products is enough.
     """
     size = pairs.shape[-1]
     before = jnp.asarray(lower_mask(size, -1).T, pairs.dtype)  # [j, t]: j < t
-    left = products.rows(pairs, before, lax.Precision.HIGHEST)
+    left = products.rows(pairs, before, precision)
     return jnp.sum(jnp.where(lower_mask(size, 0), left, 0), axis=-2)[..., None]
 
 

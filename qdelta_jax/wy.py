@@ -192,4 +192,4 @@ def _scalar_pairs(
     if solved.lower is not None:
         d_k = products.columns(weighted[1], pairs[1][0], precision) + d_k
         between = between + solved.lower * pairs[1][1]
-    return d_x, d_k, decay.crossing_sums(between)
+    return d_x, d_k, decay.crossing_sums(between, precision)

@@ -33,6 +33,9 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if PLATFORM != "cpu":
+    # float32 tolerances are meant for float32 products; an accelerator's default would round operands to 10 bits.
+    jax.config.update("jax_default_matmul_precision", "highest")
 if PLATFORM == "cpu" and os.environ.get("QDELTA_TEST_OPTIMIZED") != "1":
     # XLA's own passes stay; LLVM's expensive ones are most of the time of a suite that compiles much and runs little.
     jax.config.update("jax_disable_most_optimizations", True)

@@ -71,7 +71,7 @@ def test_extreme_decays(name, implementation, pattern, x64):
             assert error < FLOAT32_DECAY, f"log_decay = {value}: {error:.1e}"
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", ["five a token", "largest", "some resets", "mixed"])
 @pytest.mark.parametrize("name", DECAYING)
 def test_extreme_decays_in_float64(name, pattern, x64):
     """The two forms do not drift apart: nothing is clamped."""

@@ -11,6 +11,7 @@ from cases import (
     IMPLEMENTATIONS,
     SHAPES,
     SMALL,
+    STRUCTURES,
     conformance,
     every_core_rule,
     every_implementation,
@@ -118,7 +119,7 @@ def test_prefill_then_step_is_forward(name, x64):
     bucket = time_slice(inputs, slice(0, 64))
     for length in LENGTHS:
         ids = (np.arange(64) < length - 1).astype(np.int32)[None]
-        got = forward(name, bucket, ids, implementation="xla")
+        got = forward(name, bucket, ids, implementation="xla", chunk_size=CHUNK)
         assert relative_error(got["output"][:, : length - 1], out[:, : length - 1]) < FLOAT64
         check_step(name, inputs, got["final_state"], length, out)
 
@@ -150,7 +151,7 @@ def jitted_step(name, state, token):
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"), [*((n, "xla") for n in RULES), ("linear_attention", "scan"), ("q_delta2", "scan")]
+    ("name", "implementation"), [*((n, "xla") for n in STRUCTURES), ("linear_attention", "scan"), ("q_delta2", "scan")]
 )
 def test_bfloat16_against_float64_on_the_same_rounded_inputs(name, implementation, x64):
     rounded, cotangents = round_to([make_inputs(name), list(make_cotangents())], jnp.bfloat16)
@@ -211,7 +212,7 @@ def test_an_odd_shape(name, x64):
     assert_close(gradients(name, inputs, cotangents, implementation="xla"), want, FLOAT64)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 96), (1, 1), (7, 160)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(96, 7), (1, 1)])
 def test_any_head_size(key_dim, value_dim, x64):
     shape = SMALL._replace(batch=1, heads=1, value_heads=1, key_dim=key_dim, value_dim=value_dim)
     inputs, cotangents = make_inputs("q_delta2", shape), make_cotangents(shape)

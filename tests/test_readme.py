@@ -27,7 +27,3 @@ def test_the_python_code_runs_in_order():
     assert names["outs"].shape == (5, 2, 1000, 4, 64)
     assert names["logits"].shape == (1, 100, 257)
     assert names["text"].tokens.shape == (2, 8)
-
-
-def test_the_limits_of_numbers_are_stated_with_a_machine():
-    assert "@@" not in README

@@ -61,6 +61,25 @@ def test_scan_is_steps(x64):
     assert relative_error(last, state) < FLOAT64
 
 
+def test_scan_skips_and_clears(x64):
+    """valid False: no output, the state stays, whatever the coefficients; reset True: the state is cleared first."""
+    random = np.random.default_rng(1)
+    array = lambda *s: jnp.asarray(random.normal(size=s))  # noqa: E731
+    made = Coefficients(array(1, 4, 1, 3), array(1, 4, 1, 3), array(1, 4, 1, 2), None)
+    q, start = array(1, 4, 1, 3), array(1, 1, 3, 2)
+    valid, reset = jnp.array([[True, False, True, True]]), jnp.array([[False, False, True, False]])
+    out, last = recurrence.scan(start, q, made, 1.0, valid, reset)
+    token = lambda t: (q[:, t], jax.tree.map(lambda x: x[:, t], made), 1.0)  # noqa: E731
+    first, _ = recurrence.step(start, *token(0))
+    third, state = recurrence.step(jnp.zeros_like(start), *token(2))
+    fourth, state = recurrence.step(state, *token(3))
+    want = jnp.stack([first, jnp.zeros_like(first), third, fourth], axis=1)
+    assert relative_error(out, want) < FLOAT64
+    assert relative_error(last, state) < FLOAT64
+    _, kept = recurrence.scan(start, q, made, 1.0, jnp.zeros((1, 4), bool))
+    np.testing.assert_array_equal(kept, start)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_decode_keeps_a_float32_state(dtype):
     inputs = make_inputs("q_delta2", SMALL._replace(length=1))

@@ -92,8 +92,6 @@ def _split(weight: Array, heads: int, sizes: tuple[int, ...]) -> list[Array]:
     """Rows grouped by head, of `sizes` within a head, as one kernel [width, heads * size] for each size."""
     rows = weight.reshape(heads, -1, weight.shape[1])
     if rows.shape[1] != sum(sizes):
-        raise ValueError(
-            f"weights: got {weight.shape[0]} rows in a fused projection, want {heads} x {sum(sizes)}"
-        )
+        raise ValueError(f"weights: got {weight.shape[0]} rows in a fused projection, want {heads} x {sum(sizes)}")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
     return [part.reshape(-1, weight.shape[1]).T for part in jnp.split(rows, ends, axis=1)]

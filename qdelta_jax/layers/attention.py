@@ -17,7 +17,7 @@ from qdelta_jax.layers.softmax import (
     Places,
     allowed,
     attend,
-    dot_product_attention,
+    cudnn_attention,
     places,
     resolve_attention,
     windowed,
@@ -186,10 +186,7 @@ class Attention(nnx.Module):
                 mask = allowed(here, here, None) if packed else None
                 return attend(q, k, v, mask, implementation=chosen), None
             if chosen == "cudnn" and not packed:
-                out = dot_product_attention(
-                    q, k, v, is_causal=True, local_window_size=(window - 1, 0), implementation="cudnn"
-                )
-                return out, None
+                return cudnn_attention(q, k, v, is_causal=True, local_window_size=(window - 1, 0)), None
             return windowed(q, here, (k, v, here), None, window, implementation=chosen), None
         after = _append(cache, k, v, here)
         if length == 1:

@@ -86,9 +86,7 @@ class MambaDecay(nnx.Module):
         # In bfloat16 an A_log near 0 and small steps would lose what distinguishes the heads.
         dtype = wider(param_dtype, jnp.float32)
         self.A_log = nnx.Param(partitioned(sample_log_rate, ("heads",))(rngs.params(), (heads,), dtype))
-        self.dt_bias = nnx.Param(
-            partitioned(sample_step_bias, ("heads",))(rngs.params(), (heads * size,), dtype)
-        )
+        self.dt_bias = nnx.Param(partitioned(sample_step_bias, ("heads",))(rngs.params(), (heads * size,), dtype))
 
     def __call__(
         self, x: Float[Array, "*lead heads size"]
@@ -204,9 +202,7 @@ class Gates(nnx.Module):
         decays = {name: g.activation for name, g in rule.gates.items() if isinstance(g.activation, Decay)}
         bounded = [name for name, decay in decays.items() if decay == Decay("mamba")]
         if decay_lower_bound is not None and not bounded:
-            raise ValueError(
-                f"decay_lower_bound: rule {rule.name!r} has no Decay('mamba') gate to bound; want None"
-            )
+            raise ValueError(f"decay_lower_bound: rule {rule.name!r} has no Decay('mamba') gate to bound; want None")
         for name, decay in decays.items():
             if decay.scales_value and rule.gates[name].axis == "key":
                 raise ValueError(

@@ -67,9 +67,7 @@ class Linear(nnx.Module):
         zeros = partitioned(nnx.initializers.zeros, axes[-1:])
         self.bias = nnx.Param(zeros(rngs.params(), (out_features,), param_dtype)) if use_bias else None
 
-    def __call__(
-        self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None
-    ) -> Float[Array, "*lead outer"]:
+    def __call__(self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None) -> Float[Array, "*lead outer"]:
         """`out_dtype` asks for a result wider than the operands, without rounding in between."""
         kernel = self.kernel.get_value()
         dtype = self.dtype or wider(x.dtype, kernel.dtype)
@@ -109,7 +107,5 @@ class LowRank(nnx.Module):
         self.down = Linear(in_features, rank, axes=(axes[0], None), **options)
         self.up = Linear(rank, out_features, axes=(None, axes[1]), use_bias=use_bias, **options)
 
-    def __call__(
-        self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None
-    ) -> Float[Array, "*lead outer"]:
+    def __call__(self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None) -> Float[Array, "*lead outer"]:
         return self.up(self.down(x), out_dtype=out_dtype)

@@ -245,6 +245,4 @@ class Mixer(nnx.Module):
             "implementation": config.implementation,
             "residuals": config.residuals,
         }
-        return delta_rule(
-            q, k, v, config.rule, gates, initial_state=state, segment_ids=segment_ids, **options
-        )
+        return delta_rule(q, k, v, config.rule, gates, initial_state=state, segment_ids=segment_ids, **options)

@@ -79,9 +79,7 @@ def constrain(x: Array, axes: Axes) -> Array:
 def _auto(mesh: Any) -> bool:
     """Whether there is an Auto axis to shard over; an Explicit axis that we would use is refused."""
     used = {
-        axis
-        for target in LOGICAL_TO_MESH.values()
-        for axis in ((target,) if isinstance(target, str) else target or ())
+        axis for target in LOGICAL_TO_MESH.values() for axis in ((target,) if isinstance(target, str) else target or ())
     }
     types = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if name in used}
     if AxisType.Explicit in types.values():

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from qdelta_jax.checks import compute_dtype
 from qdelta_jax.segments import segment_masks, segment_runs
 
-__all__ = ["Places", "attend", "dot_product_attention", "places", "resolve_attention", "windowed"]
+__all__ = ["Places", "attend", "cudnn_attention", "places", "resolve_attention", "windowed"]
 
 NOTHING = -1
 """The run of a padded token."""
@@ -79,10 +80,22 @@ def resolve_attention(implementation: str | None, dtype: jnp.dtype, head_dim: in
     raise NotImplementedError(f"implementation='cudnn' cannot run attention here: {reason}")
 
 
-def dot_product_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
-    """`jax.nn.dot_product_attention`, which promotes bfloat16 with float32 implicitly, in strict mode too."""
+def cudnn_attention(q: Array, k: Array, v: Array, **options: Any) -> Array:
+    """`jax.nn.dot_product_attention` by cudnn, which wants even lengths: one query and one key may be added behind.
+
+    With `is_causal` no token sees the added key; a mask hides it.
+    """
+    more, extra = q.shape[1] % 2, k.shape[1] % 2
+    length = q.shape[1]
+    if more or extra:
+        q = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
+        k, v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) for x in (k, v))
+        if options.get("mask") is not None:
+            mask = jnp.pad(options["mask"], ((0, 0), (0, 0), (0, more), (0, 0)), constant_values=True)
+            options["mask"] = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, extra)))
+    # It promotes bfloat16 with float32 implicitly, which strict mode would refuse.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q, k, v, **options)
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)[:, :length]
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array | None, *, implementation: str) -> Array:
@@ -90,20 +103,21 @@ def attend(q: Array, k: Array, v: Array, mask: Array | None, *, implementation: 
 
     Args:
         mask: [B, T, S] bool, True where a query may attend, somewhere in every row; None means causal, T = S.
-        implementation: "xla" or "cudnn"; nothing falls back.
+        implementation: "xla" (scores and softmax in float32 or better) or "cudnn"; nothing falls back.
     """
+    if implementation == "cudnn":
+        seen = {"is_causal": True} if mask is None else {"mask": mask[:, None]}
+        return cudnn_attention(q, k, v, **seen)
+    batch, length, heads, size = q.shape
+    groups = k.shape[2]
+    wide = compute_dtype(q.dtype)
     if mask is None:
-        return dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    length, keys = mask.shape[1:]
-    if implementation == "cudnn" and (length % 2 or keys % 2):
-        # With a mask cudnn wants even lengths: added queries see what is there, added keys are masked.
-        more, extra = length % 2, keys % 2
-        q = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
-        k, v = (jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) for x in (k, v))
-        mask = jnp.pad(mask, ((0, 0), (0, more), (0, 0)), constant_values=True)
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, extra)))
-    out = dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
-    return out[:, :length]
+        mask = jnp.tril(jnp.ones((1, length, length), bool))
+    grouped = q.reshape(batch, length, groups, heads // groups, size).astype(wide)
+    logits = jnp.einsum("btghd,bsgd->bghts", grouped, k.astype(wide)) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, jnp.finfo(wide).min), axis=-1)
+    out = jnp.einsum("bghts,bsgd->btghd", weights, v.astype(wide))
+    return out.reshape(batch, length, heads, size).astype(q.dtype)
 
 
 def windowed(

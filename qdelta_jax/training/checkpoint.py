@@ -131,16 +131,12 @@ def _check_same(stored: TrainConfig, wanted: TrainConfig, where: Path) -> None:
     pairs = [(name, getattr(stored, name), getattr(wanted, name)) for name in ("model", "data")]
     for name, old, new in [*pairs, ("run", {"seed": stored.run.seed}, {"seed": wanted.run.seed})]:
         old, new = (x if isinstance(x, dict) else vars(x) for x in (old, new))
-        differences += [
-            f"{name}.{key}: {old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]
-        ]
+        differences += [f"{name}.{key}: {old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]]
     if differences:
         raise ValueError(f"checkpoint {where} does not fit this run ({'; '.join(differences)})")
 
 
-def load_model(
-    directory: str | Path, step: int | None = None
-) -> tuple[LanguageModel, TrainConfig, Vocabulary | None]:
+def load_model(directory: str | Path, step: int | None = None) -> tuple[LanguageModel, TrainConfig, Vocabulary | None]:
     """The model of a run's directory, with its config and its vocabulary (None for bare token ids).
 
     Raises:
@@ -152,7 +148,7 @@ def load_model(
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
         config = checkpoints.config(step)
-        graph, params, constants = nnx.split(_abstract_model(config.model), nnx.Param, ...)
+        graph, params, constants = nnx.split(_abstract_model(config.model), nnx.Param, ...)  # type: ignore[misc]
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = {"params": nnx.to_pure_dict(params), "constants": nnx.to_pure_dict(constants)}
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), abstract)
@@ -173,6 +169,4 @@ def stored_vocabulary(config: TrainConfig, directory: Path) -> Vocabulary | None
         return None
     if config.data.vocabulary == "bytes":
         return ByteVocabulary()
-    return load_vocabulary(
-        directory / "tokenizer.json" if config.data.vocabulary == "bpe" else config.data.vocabulary
-    )
+    return load_vocabulary(directory / "tokenizer.json" if config.data.vocabulary == "bpe" else config.data.vocabulary)

@@ -148,9 +148,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         if rows % parts:
-            raise ValueError(
-                f"optimizer.accumulation: got {parts}, want a divisor of data.batch_size = {rows}"
-            )
+            raise ValueError(f"optimizer.accumulation: got {parts}, want a divisor of data.batch_size = {rows}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, all the way down.

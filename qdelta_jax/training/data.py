@@ -79,9 +79,7 @@ def batches(
     index, count = process
     pieces = Pieces(documents, length)
     if len(pieces) < count:
-        raise ValueError(
-            f"files: {len(pieces)} pieces of {length} tokens cannot be shared by {count} processes"
-        )
+        raise ValueError(f"files: {len(pieces)} pieces of {length} tokens cannot be shared by {count} processes")
     mine = grain.MapDataset.source(pieces).seed(seed).shuffle()[index::count]
     per_epoch = len(mine)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +57,7 @@ def load_corpus(config: DataConfig, seed: int, directory: Path | None = None) ->
     files = config.files or (str(sample_text()),)
     kinds = {_kind(f) for f in (*files, *config.held_out_files)}
     if len(kinds) > 1:
-        raise ValueError(
-            f"files: got text and token files together ({', '.join(files)}), want one of the two"
-        )
+        raise ValueError(f"files: got text and token files together ({', '.join(files)}), want one of the two")
     tokenised = kinds == {"tokens"}
     documents = [d for f in files for d in _read(Path(f), config)]
     if config.held_out_files:
@@ -96,7 +95,7 @@ def _read(path: Path, config: DataConfig) -> Iterator:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"files: {path} is not UTF-8: {error}") from error
-        documents = iter([text])
+        documents: Iterator[Any] = iter([text])
     elif path.suffix == ".jsonl":
         documents = _read_jsonl(path, config.text_field)
     else:
@@ -112,13 +111,9 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             try:
                 text = json.loads(line)[field]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"files: {path}, line {number}: want JSON with {field!r} ({error!r})"
-                ) from error
+                raise ValueError(f"files: {path}, line {number}: want JSON with {field!r} ({error!r})") from error
             if not isinstance(text, str):
-                raise ValueError(
-                    f"files: {path}, line {number}: {field!r} is {type(text).__name__}, want a string"
-                )
+                raise ValueError(f"files: {path}, line {number}: {field!r} is {type(text).__name__}, want a string")
             # JSON can spell half of a surrogate pair, which is no character and has no UTF-8.
             yield text.encode("utf-8", errors="replace").decode("utf-8")
 
@@ -130,9 +125,7 @@ def _read_ids(path: Path, config: DataConfig) -> Iterator[np.ndarray]:
     else:
         dtype = np.dtype(config.bin_dtype).newbyteorder("<")
         if path.stat().st_size % dtype.itemsize or not path.stat().st_size:
-            raise ValueError(
-                f"files: {path} has {path.stat().st_size} bytes, want a multiple of {dtype.itemsize}"
-            )
+            raise ValueError(f"files: {path} has {path.stat().st_size} bytes, want a multiple of {dtype.itemsize}")
         ids = np.memmap(path, dtype, mode="r")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"files: {path} holds {ids.dtype} of shape {ids.shape}, want one axis of integers")

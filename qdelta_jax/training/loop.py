@@ -55,9 +55,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-            }
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -90,8 +88,7 @@ def train(config: TrainConfig, build: Build | None = None) -> TrainResult:
     corpus = load_corpus(config.data, run.seed, directory)
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size: got {config.model.vocab_size}, "
-            f"want at least the vocabulary's {corpus.vocab_size}"
+            f"model.vocab_size: got {config.model.vocab_size}, want at least the vocabulary's {corpus.vocab_size}"
         )
     mesh = make_mesh(config.mesh)
     process = (jax.process_index(), jax.process_count())
@@ -136,20 +133,15 @@ def _language_model(config: TrainConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 def _per_process(rows: int) -> int:
     if rows % jax.process_count():
-        raise ValueError(
-            f"data.batch_size: got {rows}, want a multiple of the {jax.process_count()} processes"
-        )
+        raise ValueError(f"data.batch_size: got {rows}, want a multiple of the {jax.process_count()} processes")
     return rows // jax.process_count()
 
 
-def _start(
-    learner: Learner, checkpoints: Checkpoints, data: grain.DatasetIterator, config: TrainConfig
-) -> TrainState:
+def _start(learner: Learner, checkpoints: Checkpoints, data: grain.DatasetIterator, config: TrainConfig) -> TrainState:
     latest, resume = checkpoints.latest(), config.run.resume
     if latest is not None and resume == "never":
         raise ValueError(
-            f"run.resume: got 'never', but {checkpoints.directory} has step {latest}; "
-            "want another run.directory"
+            f"run.resume: got 'never', but {checkpoints.directory} has step {latest}; want another run.directory"
         )
     if latest is None and resume != "must":
         return learner.init(config.run.seed)

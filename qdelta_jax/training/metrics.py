@@ -67,9 +67,7 @@ class MetricsWriter:
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(partial, path)
         self._file = path.open("a", encoding="utf-8")
-        self._board = (
-            SummaryWriter(str(directory / "tensorboard"), purge_step=after + 1) if tensorboard else None
-        )
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=after + 1) if tensorboard else None
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         record = {"step": step, **{k: v if math.isfinite(v) else None for k, v in numbers.items()}}

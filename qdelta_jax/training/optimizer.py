@@ -40,9 +40,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         ValueError: the warm-up is not shorter than the run.
     """
     if config.warmup_steps >= steps:
-        raise ValueError(
-            f"optimizer.warmup_steps: got {config.warmup_steps}, want less than run.steps = {steps}"
-        )
+        raise ValueError(f"optimizer.warmup_steps: got {config.warmup_steps}, want less than run.steps = {steps}")
     return optax.schedules.warmup_cosine_decay_schedule(
         init_value=0.0 if config.warmup_steps else config.learning_rate,
         peak_value=config.learning_rate,

@@ -56,9 +56,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     fsdp = count // config.data if config.fsdp == -1 else config.fsdp
     all_of_them = -1 in (config.data, config.fsdp) or jax.process_count() > 1
     if not 0 < data * fsdp <= count or (all_of_them and data * fsdp != count):
-        raise ValueError(
-            f"mesh: got data={config.data}, fsdp={config.fsdp}, want a product of {count} (devices)"
-        )
+        raise ValueError(f"mesh: got data={config.data}, fsdp={config.fsdp}, want a product of {count} (devices)")
     return jax.make_mesh(
         (data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=devices[: data * fsdp]
     )
@@ -91,6 +89,8 @@ class Learner:
     `jax.set_mesh(mesh)`.
     """
 
+    graph: Any
+
     def __init__(
         self,
         build: Callable[[nnx.Rngs], nnx.Module],
@@ -99,7 +99,7 @@ class Learner:
         accumulation: int = 1,
     ):
         self.build, self.optimizer, self.mesh, self.accumulation = build, optimizer, mesh, accumulation
-        self.graph, params, constants = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)
+        self.graph, params, constants = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)  # type: ignore[misc]
         params_place, constants_place = (nnx.to_pure_dict(shardings(x, mesh)) for x in (params, constants))
         everywhere = NamedSharding(mesh, PartitionSpec())
         opt_state = jax.eval_shape(optimizer.init, nnx.to_pure_dict(params))
@@ -111,16 +111,14 @@ class Learner:
             params_place,
             transform_non_params=lambda _: everywhere,
         )
-        self.shardings = TrainState(
-            params_place, constants_place, opt_place, everywhere, everywhere, everywhere
-        )
+        self.shardings = TrainState(params_place, constants_place, opt_place, everywhere, everywhere, everywhere)
         self.init = jax.jit(self._init, static_argnums=0, out_shardings=self.shardings)
         self.update = jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, None))
         self.evaluate = jax.jit(lambda state, batch: self._sum_loss(state.params, state.constants, batch))
 
     def _init(self, seed: int) -> TrainState:
         """The state before the first update. Each device makes its part; the values depend on no mesh."""
-        _, params, constants = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)
+        _, params, constants = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)  # type: ignore[misc]
         params = nnx.to_pure_dict(params)
         zero = jnp.zeros((), jnp.int32)
         return TrainState(params, nnx.to_pure_dict(constants), self.optimizer.init(params), zero, zero, zero)
@@ -151,9 +149,7 @@ class Learner:
             (loss, tokens), grads = value_and_grad(state.params, state.constants, batch)
         else:
             # Every n-th row, so that each microbatch still has a part on every device.
-            parts = jax.tree.map(
-                lambda x: jnp.moveaxis(x.reshape(-1, self.accumulation, *x.shape[1:]), 1, 0), batch
-            )
+            parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.accumulation, *x.shape[1:]), 1, 0), batch)
 
             def add(total: Any, part: Batch) -> tuple[Any, None]:
                 (loss, tokens), grads = value_and_grad(state.params, state.constants, part)
@@ -179,7 +175,5 @@ class Learner:
         )
         left_out = jnp.where(finite, 0, 1).astype(jnp.int32)
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32)
-        new = TrainState(
-            params, state.constants, opt_state, state.step + 1, state.skipped + left_out, in_a_row
-        )
+        new = TrainState(params, state.constants, opt_state, state.step + 1, state.skipped + left_out, in_a_row)
         return new, Metrics(loss, norm, tokens, new.skipped, new.skipped_in_a_row)

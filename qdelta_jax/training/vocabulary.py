@@ -56,9 +56,7 @@ class BpeVocabulary:
         tokenizer.encode_special_tokens = True
         self.tokenizer = tokenizer
         self.size = tokenizer.get_vocab_size()
-        known = [
-            i for name in (END, "<|endoftext|>", "</s>") if (i := tokenizer.token_to_id(name)) is not None
-        ]
+        known = [i for name in (END, "<|endoftext|>", "</s>") if (i := tokenizer.token_to_id(name)) is not None]
         if not known:
             raise ValueError("vocabulary: the tokenizer has none of the tokens <|end|>, <|endoftext|>, </s>")
         self.end = known[0]
@@ -101,9 +99,7 @@ def load_vocabulary(path: str | Path) -> BpeVocabulary:
         ValueError: no such file, not a tokenizer, or one without an end-of-document token.
     """
     if not Path(path).is_file():
-        raise ValueError(
-            f"vocabulary: got {str(path)!r}, want 'bytes', 'bpe', 'none' or the path of a tokenizer.json"
-        )
+        raise ValueError(f"vocabulary: got {str(path)!r}, want 'bytes', 'bpe', 'none' or the path of a tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
