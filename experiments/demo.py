@@ -49,7 +49,7 @@ CONFIG = TrainConfig(
     ),
     data=DataConfig(sequence_length=256, batch_size=8, evaluation_length=1024),
     optimizer=OptimizerConfig(learning_rate=6e-3, warmup_steps=30, final_fraction=0.05, weight_decay=0.1),
-    run=RunConfig(directory="runs/demo", steps=600, log_every=1, evaluate_every=100, save_every=10_000),
+    run=RunConfig(directory="runs/demo", steps=400, log_every=1, evaluate_every=100, save_every=10_000),
 )
 PROMPT = "MACBETH.\n"
 SAMPLE_BYTES = 600
