@@ -56,7 +56,17 @@ def timed(function, repeats):
     return 1e3 * median(times[1:])
 
 
+def plain_torch(hidden):
+    """Without a GPU driver, transformers must not find triton: it would ask it for one while it is imported."""
+    for name in ("fla", "triton"):
+        if hidden:
+            sys.modules[name] = None
+        else:
+            sys.modules.pop(name, None)
+
+
 def measure(module, name, arguments, inputs, repeats):
+    plain_torch(hidden=module.startswith("transformers"))
     function = getattr(importlib.import_module(module), name)
     xs = [inputs[a].clone().requires_grad_() for a in arguments]
 

@@ -189,6 +189,18 @@ def test_segment_final_states(name, x64):
             np.testing.assert_allclose(np.asarray(got[b, i]), loop(name, alone)[1][0], rtol=0, atol=1e-10)
 
 
+def test_padding_before_a_segment_does_not_count_to_its_length():
+    """max_length = 3 suffices for segments of 3 tokens, wherever padding stands around them."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(1, 12, 1, 2)), jnp.float32) for _ in range(3))
+    ids = jnp.array([[0, 0, 0, 5, 5, 5, 0, 0, 6, 6, 6, 0]])
+    states = segment_final_states(q, k, v, "linear_attention", segment_ids=ids, num_segments=2, max_length=3)
+    for i, first in enumerate((3, 8)):
+        alone = slice(first, first + 3)
+        want = delta_rule(q[:, alone], k[:, alone], v[:, alone], "linear_attention", implementation="scan")[1]
+        np.testing.assert_allclose(states[:, i], want, rtol=1e-5, atol=1e-6)
+
+
 def test_step_with_a_mask(x64):
     inputs = make_inputs("q_delta2")
     token = with_tokens(inputs, lambda x: jnp.asarray(x[:, 0]))
