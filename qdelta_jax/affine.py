@@ -14,6 +14,9 @@ from jax import Array, lax
 
 from qdelta_jax import products
 
+UNROLL = 8
+"""Steps of the sequential form in one turn of its loop: fewer turns and slices, 4% of the gradient's time on a CPU."""
+
 RADIX = 8
 """Chunks composed into one node. Few levels, since each one copies its transitions and states once."""
 
@@ -51,7 +54,7 @@ def affine_states(
     def body(state: Array, item: tuple[Array, Array]) -> tuple[Array, Array]:
         return apply(item[0], state) + item[1], state
 
-    after, before = lax.scan(body, start, (transition, added), reverse=transposed)
+    after, before = lax.scan(body, start, (transition, added), reverse=transposed, unroll=UNROLL)
     return before, after
 
 

@@ -32,6 +32,7 @@ class Chunks(NamedTuple):
     e: Array | None
     z: Array
     sums: decay.DecaySums
+    factor: Array | None  # decay between two tokens [n, B, H, C, C], where there is one decay per head
     boundary: Boundary
     same: Array | None  # [n, B, 1, C, C] bool: both tokens in one segment
 
@@ -65,8 +66,9 @@ def make_chunks(q: Array, made: Coefficients, reset: Array | None, plan: Plan) -
         tail = jnp.where((run == last)[..., None], tail, 0)
         carry = jnp.where((last == 0)[..., None], carry, 0)
         same = run[..., :, None] == run[..., None, :]
-    erase = None if e is None else split(e)
-    return Chunks(split(q), split(k), erase, split(z), sums, Boundary(gamma_in, tail, carry), same)
+    boundary = Boundary(gamma_in, tail, carry)
+    factor = decay.decay_matrix(sums) if log_decay.shape[-1] == 1 else None
+    return Chunks(split(q), split(k), None if e is None else split(e), split(z), sums, factor, boundary, same)
 
 
 def _inside(pairs: Array, chunks: Chunks, diagonal: int) -> Array:
@@ -75,18 +77,13 @@ def _inside(pairs: Array, chunks: Chunks, diagonal: int) -> Array:
     return pairs if chunks.same is None else jnp.where(chunks.same, pairs, 0)
 
 
-def _is_scalar(chunks: Chunks) -> bool:
-    return chunks.sums.prefix.shape[-1] == 1
-
-
 def solve(chunks: Chunks, precision: Any) -> Solved:
     q, k, e = chunks.q, chunks.k, chunks.e
-    factor = decay.decay_matrix(chunks.sums) if _is_scalar(chunks) else None
 
     def decayed(x: Array) -> Array:
-        if factor is None:
+        if chunks.factor is None:
             return decay.channel_scores(chunks.sums, x, k, precision)
-        return factor * products.scores(x, k, precision)
+        return chunks.factor * products.scores(x, k, precision)
 
     scores = _inside(decayed(q), chunks, 0)
     if e is None:
@@ -111,7 +108,7 @@ def transition(chunks: Chunks, solved: Solved, precision: Any) -> Array:
 def read_states(chunks: Chunks, states: Array, precision: Any) -> Array:
     """(Gamma q) S; one decay per head may wait until after the product, in the same pass as what follows."""
     gamma_in = chunks.boundary.gamma_in
-    if _is_scalar(chunks):
+    if chunks.factor is not None:
         return gamma_in * products.rows(chunks.q, states, precision)
     return products.rows(gamma_in * chunks.q, states, precision)
 
@@ -137,7 +134,8 @@ def group_backward(
     rows, columns, scores = (
         partial(f, precision=precision) for f in (products.rows, products.columns, products.scores)
     )
-    q, k, e, _, sums, (gamma_in, tail, carry), _ = chunks
+    q, k, e, sums = chunks.q, chunks.k, chunks.e, chunks.sums
+    gamma_in, tail, carry = chunks.boundary
     u = corrected(solved, states, precision)
     d_out = options.scale * d_out
     tail_k = tail * k
@@ -166,8 +164,8 @@ def group_backward(
         pairs.append((e, -_inside(scores(d_z, u), chunks, -1)))
 
     # Scores inside the chunk.
-    if _is_scalar(chunks):
-        d_x, d_pair_k, d_log_decay = _scalar_pairs(chunks, solved, pairs, precision)
+    if chunks.factor is not None:
+        d_x, d_pair_k, d_log_decay = _scalar_pairs(chunks, chunks.factor, solved, pairs, precision)
         d_levels = tuple(jnp.zeros_like(a) for a in sums.levels)
         d_prefix, d_suffix = (jnp.sum(x, axis=-1, keepdims=True) for x in (d_prefix, d_suffix))
         d_total = jnp.sum(d_total, axis=-2, keepdims=True)
@@ -181,10 +179,9 @@ def group_backward(
 
 
 def _scalar_pairs(
-    chunks: Chunks, solved: Solved, pairs: list[tuple[Array, Array]], precision: Any
+    chunks: Chunks, factor: Array, solved: Solved, pairs: list[tuple[Array, Array]], precision: Any
 ) -> tuple[list[Array], Array, Array]:
     """Gradients of each x, of k and of log_decay from those of the scores, one decay per head."""
-    factor = decay.decay_matrix(chunks.sums)
     weighted = [factor * d for _, d in pairs]
     d_x = [products.rows(w, chunks.k, precision) for w in weighted]
     d_k = products.columns(weighted[0], pairs[0][0], precision)
