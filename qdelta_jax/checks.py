@@ -10,6 +10,9 @@ from jax import Array, lax
 
 from qdelta_jax.rules import Rule
 
+DTYPES = tuple(jnp.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64))
+"""What q, k and v may be."""
+
 
 def compute_dtype(dtype: Any) -> Any:
     """float64 for float64 inputs, else float32: the dtype of gates, sums and states."""
@@ -32,8 +35,10 @@ def check_inputs(
         if x.ndim != rank:
             last = "HV,V" if name == "v" else "H,K"
             raise ValueError(f"{name}: got shape {x.shape}, want {rank} axes [{axes}{last}]")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name}: got dtype {x.dtype}, want a floating dtype")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name}: got dtype {x.dtype}, want float32, bfloat16, float16 or float64")
+        if x.dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+            raise ValueError(f"{name}: got dtype float64 while jax_enable_x64 is off, want it on, or float32")
         if x.dtype != q.dtype:
             raise ValueError(f"{name}: got dtype {x.dtype}, want q's dtype {q.dtype}")
         if 0 in x.shape:
@@ -91,16 +96,28 @@ def check_gates(
             raise ValueError(
                 f"gates[{name!r}]: got shape {x.shape}, want {sizes} with [{axes}..] = {leading} and H = {head} heads"
             )
-        if name == "log_decay" and not isinstance(x, jax.core.Tracer) and bool(np.any(np.asarray(x) > 0)):
-            raise ValueError(
-                f"gates['log_decay']: got a value of {np.asarray(x).max()}, want log_decay <= 0 "
-                "(it is the logarithm of a decay in [0, 1])"
-            )
+
+
+def check_log_decay(gates: Mapping[str, Array], valid: Array | None) -> None:
+    """No positive log_decay in a token that counts, [B, T] or [B] bool; looks at concrete values only."""
+    x = gates.get("log_decay")
+    if x is None or isinstance(x, jax.core.Tracer) or isinstance(valid, jax.core.Tracer):
+        return
+    values = np.asarray(x)
+    if valid is not None:
+        values = values[np.asarray(valid)]
+    if np.any(values > 0):
+        raise ValueError(
+            f"gates['log_decay']: got a value of {np.nanmax(values)}, want log_decay <= 0 "
+            "(it is the logarithm of a decay in [0, 1])"
+        )
 
 
 def check_state(name: str, state: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if not hasattr(state, "shape") or state.shape != shape:
-        raise ValueError(f"{name}: got shape {getattr(state, 'shape', None)}, want [B,HV,K,V] = {shape}")
+    if not hasattr(state, "shape") or not hasattr(state, "dtype"):
+        raise ValueError(f"{name}: got {type(state).__name__}, want an array [B,HV,K,V] = {shape}")
+    if state.shape != shape:
+        raise ValueError(f"{name}: got shape {state.shape}, want [B,HV,K,V] = {shape}")
     if state.dtype != dtype:
         raise ValueError(f"{name}: got dtype {state.dtype}, want {jnp.dtype(dtype)} (states are never rounded)")
 

@@ -13,6 +13,7 @@ from qdelta_jax import recurrence
 from qdelta_jax.checks import (
     check_count,
     check_inputs,
+    check_log_decay,
     check_mask,
     check_precision,
     check_scale,
@@ -115,6 +116,7 @@ def delta_rule(
     check_state("initial_state", initial_state, state_shape, dtype)
     if segment_ids is not None:
         check_segment_ids(segment_ids, (batch, length))
+    check_log_decay(gates, None if segment_ids is None else segment_ids != 0)
     if residuals not in ("recompute", "keep"):
         raise ValueError(f"residuals: got {residuals!r}, want 'recompute' or 'keep'")
     options = ChunkOptions(
@@ -125,6 +127,7 @@ def delta_rule(
     )
     if validate:
         _checkify(q, k, v, which, gates, segment_ids)
+        checkify.check(~jnp.any(jnp.isnan(initial_state)), "initial_state: NaN")
     chosen = resolve_implementation(implementation, length)
     return _run(q, k, v, dict(gates), initial_state, segment_ids, which, chosen, options, validate)
 
@@ -199,6 +202,7 @@ def step(
     check_state("state", state, (batch, v.shape[1], key_dim, v.shape[2]), compute_dtype(q.dtype))
     if mask is not None:
         check_mask(mask, batch)
+    check_log_decay(gates, mask)
     scale = check_scale(scale, key_dim)
     state, q, k, v, gates, mask = _vary_together((state, q, k, v, dict(gates), mask))
     q, k, v, gates = jax.tree.map(lambda x: x[:, None], (q, k, v, gates))

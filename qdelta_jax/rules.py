@@ -48,6 +48,10 @@ class Decay:
     kind: Literal["mamba", "sigmoid", "constant"]
     scales_value: bool = False
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("mamba", "sigmoid", "constant"):
+            raise ValueError(f"kind: got {self.kind!r}, want 'mamba', 'sigmoid' or 'constant'")
+
 
 mamba_decay = Decay("mamba")
 mamba_step = Decay("mamba", scales_value=True)
@@ -73,6 +77,12 @@ class Gate:
     bias: float = 0.0
     low_rank: bool = False
     doubled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.axis not in ("head", "key", "value"):
+            raise ValueError(f"axis: got {self.axis!r}, want 'head', 'key' or 'value'")
+        if not isinstance(self.activation, Decay) and not callable(self.activation):
+            raise ValueError(f"activation: got {self.activation!r}, want a function or a Decay")
 
     def size(self, key_dim: int, value_dim: int) -> int:
         """Numbers per head: 1, K or V."""
@@ -140,7 +150,18 @@ def rule(*, normalize: bool = True, source: str = "", **gates: Gate) -> Callable
     """
 
     def decorate(function: Callable[..., Coefficients]) -> Rule:
-        wanted = [p.name for p in signature(function).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
+        parameters = list(signature(function).parameters.values())
+        if len([p for p in parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]) != 3:
+            raise ValueError(
+                f"rule {function.__name__!r}: got the parameters {[p.name for p in parameters]}, want q, k, v and then "
+                "the gates as keyword-only arguments"
+            )
+        for name, gate in gates.items():
+            if not isinstance(gate, Gate):
+                raise ValueError(f"gate {name!r}: got {type(gate).__name__}, want a Gate (per_head(), ..)")
+        if "log_decay" in gates and gates["log_decay"].axis == "value":
+            raise ValueError("gate 'log_decay': got the axis 'value', want 'head' or 'key': keys decay, not values")
+        wanted = [p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
         if set(wanted) != set(gates):
             raise ValueError(
                 f"rule {function.__name__!r}: the function takes the gates {sorted(wanted)} as keyword-only "
@@ -259,6 +280,6 @@ def get_rule(which: str | Rule) -> Rule:
     """
     if isinstance(which, Rule):
         return which
-    if isinstance(which, str) and which in RULES:
+    if isinstance(which, str) and isinstance(RULES.get(which), Rule):
         return RULES[which]
     raise ValueError(f"rule: got {which!r}, want a Rule or one of {sorted(RULES)}")

@@ -64,11 +64,12 @@ def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:
         raise ValueError(f"cu_seqlens: got shape {cu_seqlens.shape} and dtype {cu_seqlens.dtype}, {wanted}")
     length = check_count("length", length)
     if not isinstance(cu_seqlens, jax.core.Tracer):
-        ends = np.asarray(cu_seqlens)
-        if np.any(ends[1:] < ends[:-1]) or ends[0] < 0 or ends[-1] > length:
+        concrete = np.asarray(cu_seqlens)
+        if np.any(concrete[1:] < concrete[:-1]) or concrete[0] < 0 or concrete[-1] > length:
             raise ValueError(
-                f"cu_seqlens: got {ends}, want ends that do not decrease, from 0 to at most length {length}"
+                f"cu_seqlens: got {concrete}, want ends that do not decrease, from 0 to at most length {length}"
             )
-    positions = jnp.arange(length, dtype=cu_seqlens.dtype)
-    ids = jnp.searchsorted(jnp.asarray(cu_seqlens), positions, side="right").astype(jnp.int32)
+    # Narrow integers would wrap where positions go on.
+    ends = jnp.asarray(cu_seqlens).astype(jnp.int32)
+    ids = jnp.searchsorted(ends, jnp.arange(length, dtype=jnp.int32), side="right").astype(jnp.int32)
     return jnp.where(ids < cu_seqlens.shape[0], ids, 0)[None]

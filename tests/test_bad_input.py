@@ -43,7 +43,7 @@ TABLE = [
     ({"v": None}, ["v: got NoneType", "want an array"]),
     ({"q": ones(B, T, K)}, ["q: got shape (2, 5, 3)", "want 4 axes [B,T,H,K]"]),
     ({"v": ones(B, T, HV)}, ["v: got shape (2, 5, 4)", "want 4 axes [B,T,HV,V]"]),
-    ({"q": ones(B, T, H, K, dtype=jnp.int32)}, ["q: got dtype int32", "floating"]),
+    ({"q": ones(B, T, H, K, dtype=jnp.int32)}, ["q: got dtype int32", "want float32, bfloat16, float16 or float64"]),
     ({"k": ones(B, T, H, K, dtype=jnp.bfloat16)}, ["k: got dtype bfloat16", "float32"]),
     ({"v": ones(B, T, HV, V, dtype=jnp.float16)}, ["v: got dtype float16", "float32"]),
     ({"k": ones(B, T, HV, K)}, ["k: got shape (2, 5, 4, 3)", "(2, 5, 2, 3)"]),
@@ -246,3 +246,45 @@ def test_messages_of_head_counts_without_groups():
     with pytest.raises(ValueError, match=r"gates\['beta'\]: got shape \(1, 2, 2\).*H = 3 heads"):
         delta_rule(**arguments, rule="delta_net", gates={"beta": ones(1, 2, 2)})
     assert qd.RULES["delta_net"].gates["beta"].axis == "head"
+
+
+def test_narrow_cu_seqlens_do_not_wrap():
+    ids = qd.segment_ids_from_cu_seqlens(np.array([0, 3, 200], np.uint8), 300)
+    assert [int((ids == i).sum()) for i in (1, 2, 0)] == [3, 197, 100]
+
+
+def test_padding_may_hold_a_positive_log_decay():
+    q = jnp.ones((1, 3, 1, 2))
+    gates = {"log_decay": jnp.array([[[1.0], [-1.0], [-1.0]]])}
+    out, _ = qd.delta_rule(q, q, q, "mamba2", gates, segment_ids=jnp.array([[0, 1, 1]]))
+    assert bool(jnp.isfinite(out).all())
+    with pytest.raises(ValueError, match=r"gates\['log_decay'\]: got a value of 1.0, want log_decay <= 0"):
+        qd.delta_rule(q, q, q, "mamba2", gates, segment_ids=jnp.array([[1, 1, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: qd.Gate("heads"), "axis: got 'heads', want 'head', 'key' or 'value'"),
+        (lambda: qd.Gate("head", "sigmoid"), "activation: got 'sigmoid', want a function or a Decay"),
+        (lambda: qd.Decay("mambo"), "kind: got 'mambo', want"),
+        (lambda: qd.rule(beta=3)(lambda q, k, v, *, beta: None), "gate 'beta': got int, want a Gate"),
+        (lambda: qd.rule()(lambda q, k: None), "want q, k, v and then the gates"),
+        (
+            lambda: qd.rule(log_decay=qd.per_value_channel())(lambda q, k, v, *, log_decay: None),
+            "gate 'log_decay': got the axis 'value'",
+        ),
+    ],
+)
+def test_rules_are_checked_where_they_are_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_dtypes_that_the_solver_does_not_know():
+    x = jnp.ones((1, 2, 1, 2), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="q: got dtype float8_e4m3fn, want float32, bfloat16, float16 or float64"):
+        qd.delta_rule(x, x, x, "linear_attention")
+    x = np.ones((1, 2, 1, 2))
+    with pytest.raises(ValueError, match="q: got dtype float64 while jax_enable_x64 is off"):
+        qd.delta_rule(x, x, x, "linear_attention")

@@ -260,7 +260,7 @@ def test_step_inside_shard_map(cpu_devices):
 
 
 def test_one_mapped_gate_in_the_form_of_an_accelerator(monkeypatch):
-    """Off the CPU, arrays that vmap left unmapped get the mapped axis too: values and gradients stay those of a loop."""
+    """Off the CPU, what vmap left unmapped gets the mapped axis too: values and gradients stay those of a loop."""
     inputs = inputs_of("q_delta")
     betas = jnp.stack([inputs["gates"]["beta"], 0.5 * inputs["gates"]["beta"]])
 

@@ -79,21 +79,22 @@ def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Ar
     return y
 
 
+def _reordered(x: Array, order: Array) -> Array:
+    return x if x.shape[1] == 1 else jnp.take_along_axis(x, order[:, :, None], axis=1)
+
+
 @jax.custom_vjp
 def permute(x: Array, order: Array, inverse: Array) -> Array:
     """x[b, order[b, t]]: rows of [B, T, C] reordered. The gradient reorders back, where JAX would scatter."""
-    if x.shape[1] == 1:
-        return x
-    return jnp.take_along_axis(x, order[:, :, None], axis=1)
+    return _reordered(x, order)
 
 
-def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    return permute(x, order, inverse), (order, inverse)
+def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
+    return _reordered(x, order), inverse
 
 
-def _permute_backward(saved: tuple[Array, Array], d_y: Array) -> tuple[Array, None, None]:
-    order, inverse = saved
-    return permute(d_y, inverse, order), None, None
+def _permute_backward(inverse: Array, d_y: Array) -> tuple[Array, None, None]:
+    return _reordered(d_y, inverse), None, None
 
 
 permute.defvjp(_permute_forward, _permute_backward)
