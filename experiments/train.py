@@ -29,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> TrainResult:
     before.add_argument("--size", choices=sorted(SIZES))
     chosen, rest = before.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     default = TrainConfig(model=named(chosen.size)) if chosen.size else TrainConfig()
-    config = tyro.cli(TrainConfig, prog="python -m experiments.train", args=rest, default=default, description=__doc__)
+    description = f"{__doc__}\n\n--size NAME: one of {', '.join(sorted(SIZES))}."
+    config = tyro.cli(
+        TrainConfig, prog="python -m experiments.train", args=rest, default=default, description=description
+    )
     try:
         result = train(config)
     except (ValueError, FloatingPointError) as error:

@@ -140,6 +140,8 @@ def test_bpe_of_a_run_is_fitted_on_training_text_and_kept(tmp_path):
     first = load_corpus(config, 0, tmp_path)
     assert len(first.train.tokens[0]) < 1000
     assert len(first.held_out.tokens[0]) >= 400
+    assert not (tmp_path / "tokenizer.json").exists()
+    first.vocabulary.save(tmp_path / "tokenizer.json")
     train.write_text("something else entirely " * 50)
     again = load_corpus(config, 0, tmp_path)
     np.testing.assert_array_equal(first.held_out.tokens[0], again.held_out.tokens[0])

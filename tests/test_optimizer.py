@@ -63,6 +63,10 @@ def test_schedule_warms_up_and_comes_down():
     assert float(schedule(OptimizerConfig(learning_rate=2.0, warmup_steps=0), 20)(0)) == 2.0
     with pytest.raises(ValueError, match="warmup_steps: got 20, want less than"):
         schedule(OptimizerConfig(warmup_steps=20), 20)
+    by_default = OptimizerConfig(learning_rate=2.0)
+    assert float(schedule(by_default, 6)(0)) == 2.0
+    assert float(schedule(by_default, 100)(10)) == 2.0
+    assert float(schedule(by_default, 10_000)(50)) == 2.0
 
 
 def test_accumulated_gradient_is_that_of_the_whole_batch():

@@ -28,6 +28,7 @@ from qdelta_jax.training import (
 )
 from qdelta_jax.training.metrics import read_metrics
 from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
+from qdelta_jax.training.vocabulary import load_vocabulary
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +49,13 @@ def test_config_round_trip_and_unknown_fields():
         TrainConfig.from_dict({**values, "nonsense": {}})
 
 
+def unannotated(kind, **fields):
+    """As `kind(**fields)`, past the annotations that conftest.py has checked before __post_init__ is asked."""
+    made = object.__new__(kind)
+    vars(made).update({**vars(kind()), **fields})
+    made.__post_init__()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -59,6 +67,28 @@ def test_config_round_trip_and_unknown_fields():
             lambda: TrainConfig(optimizer=OptimizerConfig(accumulation=3)),
             "accumulation: got 3, want a divisor",
         ),
+        (lambda: OptimizerConfig(b1=1.0), "b1: got 1.0, want 0 or more and below 1"),
+        (lambda: OptimizerConfig(b2=-0.1), "b2: got -0.1"),
+        (lambda: OptimizerConfig(learning_rate=float("inf")), "learning_rate: got inf, want a finite"),
+        (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate: got nan"),
+        (lambda: OptimizerConfig(eps=0.0), "eps: got 0.0"),
+        (lambda: OptimizerConfig(final_fraction=1.5), "final_fraction: got 1.5, want 0 to 1"),
+        (lambda: OptimizerConfig(weight_decay=float("inf")), "weight_decay: got inf"),
+        (lambda: OptimizerConfig(warmup_steps=-1), "warmup_steps: got -1"),
+        (
+            lambda: unannotated(OptimizerConfig, warmup_steps=1.5),
+            r"warmup_steps: got 1.5 \(float\), want an integer or None",
+        ),
+        (lambda: RunConfig(steps=5, stop_at=6), "stop_at: got 6, want at most steps = 5"),
+        (lambda: unannotated(RunConfig, steps=True), "steps: got True"),
+        (lambda: unannotated(RunConfig, steps="5"), r"steps: got '5' \(str\), want an integer"),
+        (lambda: unannotated(RunConfig, resume="maybe"), "resume: got 'maybe'.*want one of 'auto', 'must', 'never'"),
+        (lambda: unannotated(RunConfig, directory=3), "directory: got 3.*want a string"),
+        (lambda: unannotated(MeshConfig, data=1.0), "data: got 1.0"),
+        (lambda: unannotated(DataConfig, files="book.txt"), "files: got a string, want a tuple of paths"),
+        (lambda: unannotated(DataConfig, files=(3,)), "files: got .*want a tuple of paths"),
+        (lambda: unannotated(TrainConfig, model=3), "model: got 3.*want a ModelConfig"),
+        (lambda: TrainConfig.from_dict({"model": 3}), "model: got 3, want a dict"),
         (lambda: make_mesh(MeshConfig(data=-1, fsdp=3)), "want a product of 8"),
         (lambda: make_mesh(MeshConfig(data=16, fsdp=1)), "want a product of 8"),
     ],
@@ -186,7 +216,15 @@ def test_command_line_refuses_what_it_does_not_know(tmp_path, capsys):
         command.main(["--help"])
     shown = capsys.readouterr().out
     assert helped.value.code == 0
-    for option in ("--data.files", "--optimizer.learning-rate", "--mesh.fsdp", "--run.seed", "--model.rule"):
+    for option in (
+        "--data.files",
+        "--optimizer.learning-rate",
+        "--mesh.fsdp",
+        "--run.seed",
+        "--model.rule",
+        "--size",
+        "q_delta_340m",
+    ):
         assert option in shown
 
 
@@ -207,6 +245,26 @@ def test_bpe_run_resumes_with_its_own_vocabulary(config):
     assert (Path(config.run.directory) / "tokenizer.json").is_file()
     assert train(config, wide).step == 10
     assert first.step == 4
+
+
+def test_a_refused_bpe_run_leaves_no_vocabulary(config):
+    stored = Path(config.run.directory) / "tokenizer.json"
+    narrow = changed(config, "data", vocabulary="bpe", bpe_size=265)
+    with pytest.raises(ValueError, match=r"got 257, want at least .* pass --model.vocab-size 265 or more"):
+        train(narrow)
+    assert not stored.exists()
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    stored.write_text("of a run without a checkpoint")
+    small = changed(changed(narrow, "data", bpe_size=257), "run", stop_at=1)
+    assert train(small, build).step == 1
+    assert load_vocabulary(stored).size == 257
+
+
+def test_a_held_out_loss_that_is_not_finite_is_an_error(config, monkeypatch):
+    numbers = {"held_out/loss": float("nan"), "held_out/perplexity": float("nan")}
+    monkeypatch.setattr("qdelta_jax.training.loop.evaluate", lambda *_: numbers)
+    with pytest.raises(FloatingPointError, match="held-out loss at step 1 is nan, want a finite number"):
+        train(changed(config, "run", stop_at=1), build)
 
 
 def test_trigram_is_a_distribution_and_knows_its_text():

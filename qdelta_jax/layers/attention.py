@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from qdelta_jax.checks import check_count
+from qdelta_jax.layers.inputs import check_along, check_cache_batch, check_hidden, check_number
 from qdelta_jax.layers.linear import Initializer, Linear
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.rope import rope
@@ -52,8 +54,10 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for name in ("width", "heads", "head_dim", "kv_heads", "window"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, want at least 1")
+            if value is not None or name in ("width", "heads", "head_dim"):
+                check_count(name, value)
+        for name in ("rope_theta", "norm_eps"):
+            check_number(name, getattr(self, name), positive=True)
         if self.heads % self.groups:
             raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of the {self.heads} heads")
         if self.head_dim % 2:
@@ -121,7 +125,7 @@ class Attention(nnx.Module):
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> AttentionCache:
         """An empty cache of `max_length` keys, or of `window` keys if that is set (then memory is constant).
 
-        Full attention that outlives `max_length` goes on with the last `max_length` keys.
+        Beyond `max_length` tokens the oldest keys are dropped: full attention goes on with the last `max_length`.
         """
         size = max_length if self.config.window is None else self.config.window
         shape = (batch_size, size, self.config.groups, self.config.head_dim)
@@ -130,23 +134,35 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "batch time width"],
+        x: Any,
         *,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        positions: Int[Array, "batch time"] | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
         cache: AttentionCache | None = None,
     ) -> tuple[Float[Array, "batch time width"], AttentionCache | None]:
         """y, and the cache after these tokens (None without one).
 
         Args:
-            x: hidden states.
-            segment_ids: 0 is padding: output 0, whatever is there, NaN included. Segments do not see each
-                other; the first one continues the cache, and the cache holds the last one afterwards.
-            positions: angles of the rotation; by default tokens count within their segment, padding left out.
+            x: hidden states, floating [B, T, width], any T >= 1.
+            segment_ids: integers [B, T]. 0 is padding: output 0, whatever is there, NaN included. Segments do not
+                see each other; the first one continues the cache, and the cache holds the last one afterwards.
+            positions: integers [B, T], angles of the rotation; by default tokens count within their segment,
+                padding left out.
                 The window always counts tokens.
-            cache: from `init_cache` or the call before.
+            cache: from `init_cache` or the call before. Without a window one call reads at most as many tokens
+                as the cache holds; beyond `max_length` in all the oldest keys are dropped.
+        Raises:
+            ValueError: an argument has another shape or dtype, the cache another batch size or too few places.
         """
+        check_hidden(x, self.config.width)
+        check_along(x.shape[:2], segment_ids, positions)
         batch, length, _ = x.shape
+        if cache is not None:
+            check_cache_batch(cache.keys.shape[0], batch)
+            if self.config.window is None and length > cache.keys.shape[1]:
+                raise ValueError(
+                    f"x: got {length} tokens in one call, want at most the cache's max_length = {cache.keys.shape[1]}"
+                )
         valid = None
         if segment_ids is not None:
             # Before anything else: 0 * NaN is NaN, in products and in their gradients.

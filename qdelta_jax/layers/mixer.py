@@ -7,11 +7,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from qdelta_jax.checks import check_count
 from qdelta_jax.delta_rule import delta_rule, resolve_implementation, step
 from qdelta_jax.layers.convolution import ShortConvolution
 from qdelta_jax.layers.gates import Gates, HeadSizes
+from qdelta_jax.layers.inputs import (
+    check_along,
+    check_cache_batch,
+    check_conv_width,
+    check_decay_lower_bound,
+    check_hidden,
+    check_number,
+)
 from qdelta_jax.layers.linear import Initializer, Linear, LowRank, wider
 from qdelta_jax.layers.norms import GatedRMSNorm, RMSNorm
 from qdelta_jax.normalize import l2_normalize
@@ -59,10 +68,12 @@ class MixerConfig:
         get_rule(self.rule)
         resolve_implementation(self.implementation, 1)
         for name in ("width", "heads", "key_dim", "value_dim", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, want at least 1")
-        if self.conv_width < 0:
-            raise ValueError(f"conv_width: got {self.conv_width}, want at least 0")
+            check_count(name, getattr(self, name))
+        if self.value_heads is not None:
+            check_count("value_heads", self.value_heads)
+        check_conv_width(self.conv_width)
+        check_number("norm_eps", self.norm_eps, positive=True)
+        check_decay_lower_bound(self.decay_lower_bound)
         if self.sizes.value_heads < 1 or self.sizes.value_heads % self.heads:
             raise ValueError(f"value_heads: got {self.value_heads}, want a multiple of heads = {self.heads}")
         if self.residuals not in ("recompute", "keep"):
@@ -164,31 +175,33 @@ class Mixer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "b t width"],
+        x: Any,
         *,
-        segment_ids: Int[Array, "b t"] | None = None,
-        positions: Int[Array, "b t"] | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
         cache: MixerCache | None = None,
     ) -> tuple[Float[Array, "b t width"], MixerCache | None]:
         """y [B, T, width] and the cache after the last token (None without a cache).
 
         Args:
-            x: [B, T, width], any T >= 1.
-            segment_ids: [B, T]; 0 is padding: y is 0 there, and whatever stands there, NaN included, reaches
+            x: floating [B, T, width], any T >= 1.
+            segment_ids: integers [B, T]; 0 is padding: y is 0 there, and whatever stands there, NaN included, reaches
                 nothing: no token, no gradient, no cache. Another non-zero id starts afresh.
             positions: not used; the order of the tokens is their position.
             cache: to continue from; the first non-zero segment id of a row continues it. One token with a
                 cache is always `qdelta_jax.step`, whatever `config.implementation` says.
         Raises:
-            ValueError: x has another width, or the cache is another layer's.
+            ValueError: an argument has another shape or dtype, or the cache is another layer's or batch size's.
         """
-        batch, length, width = x.shape
+        check_hidden(x, self.config.width)
+        check_along(x.shape[:2], segment_ids, positions)
+        batch, length, _ = x.shape
         config, sizes = self.config, self.config.sizes
-        if width != config.width:
-            raise ValueError(f"x: got shape {x.shape}, want [B,T,width] with width = {config.width}")
         if cache is not None and len(cache.convolutions) != len(self.convolutions):
             got, want = len(cache.convolutions), len(self.convolutions)
             raise ValueError(f"cache: got {got} convolution states, want {want} as from init_cache")
+        if cache is not None:
+            check_cache_batch(cache.state.shape[0], batch)
         if segment_ids is not None:
             x = jnp.where((segment_ids != 0)[:, :, None], x, 0)
 

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from qdelta_jax.checks import check_count
 from qdelta_jax.delta_rule import resolve_implementation
 from qdelta_jax.layers.attention import AttentionConfig
+from qdelta_jax.layers.inputs import check_conv_width, check_decay_lower_bound, check_number
 from qdelta_jax.layers.mixer import MixerConfig
 from qdelta_jax.rules import get_rule
 
@@ -16,6 +18,12 @@ KINDS = ("rule", "attention", "window")
 
 REMAT = ("none", "full", "dots", "delta_rule_states")
 """What a cell keeps for the gradient: everything, its input alone, its matrix products, its chunk states."""
+
+COUNTS = (
+    *("vocab_size", "width", "layers", "mlp_hidden", "heads", "key_dim", "value_dim"),
+    *("chunk_size", "attention_heads", "window"),
+)
+"""Fields that are integers of at least 1."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -82,14 +90,22 @@ class ModelConfig:
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "layers", "mlp_hidden", "window", "attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, want at least 1")
+        for name in COUNTS:
+            check_count(name, getattr(self, name))
+        for name in ("value_heads", "kv_heads", "attention_dim"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_conv_width(self.conv_width)
+        for name in ("rope_theta", "norm_eps"):
+            check_number(name, getattr(self, name), positive=True)
+        check_decay_lower_bound(self.decay_lower_bound)
         if not self.pattern or any(kind not in KINDS for kind in self.pattern):
             raise ValueError(f"pattern: got {self.pattern}, want one or more of {KINDS}")
         for name, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("remat", REMAT)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
+        if not isinstance(self.rule, str):
+            raise ValueError(f"rule: got {self.rule!r}, want the name of a rule (the configuration is stored as JSON)")
         get_rule(self.rule)
         resolve_implementation(self.implementation, 1)
         for kind in set(self.pattern):

@@ -10,6 +10,8 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from qdelta_jax.checks import check_count
+from qdelta_jax.layers.inputs import check_number
 from qdelta_jax.models.language_model import LanguageModel, ModelCache
 
 __all__ = ["Generated", "generate", "sample"]
@@ -63,30 +65,31 @@ def sample(logits: Array, keys: Array, sampling: Sampling, *, filtered: bool = T
 
 def generate(
     model: LanguageModel,
-    prompts: Sequence[Any] | Array | np.ndarray,
+    prompts: Any,
     *,
-    max_new_tokens: int,
-    lengths: Sequence[int] | Array | np.ndarray | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
-    rng: Array | None = None,
+    max_new_tokens: Any,
+    lengths: Any = None,
+    temperature: Any = 0.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    stop_tokens: Any = (),
+    rng: Any = None,
 ) -> Generated:
     """Continues each prompt by up to `max_new_tokens` tokens.
 
     Prompts of different lengths go in one batch, and each is continued as it would be alone. Both lengths are
-    rounded up to powers of two inside, so that new lengths seldom compile anything.
+    rounded up to powers of two inside, so that new lengths seldom compile anything. It compiles itself and reads
+    the values of its arguments: it is not for use under `jax.jit` or another transformation.
 
     Args:
         model: a language model.
         prompts: a list of lists of tokens, or an array [B, P] with the tokens of each row first.
-        max_new_tokens: at most so many new tokens; fewer once every row has drawn a stop token.
+        max_new_tokens: an integer, at most so many new tokens; fewer once every row has drawn a stop token.
         lengths: [B], tokens of each row when `prompts` is an array; P for all by default.
-        temperature: 0 for the most likely token each time.
+        temperature: a number, 0 for the most likely token each time.
         top_k, top_p: see `sample`; None cuts nothing.
-        stop_tokens: a row that draws one of these is finished.
-        rng: a random key, needed when temperature > 0.
+        stop_tokens: a sequence of tokens; a row that draws one of these is finished.
+        rng: one random key, needed when temperature > 0.
     Returns:
         `Generated`: tokens and finished.
     Raises:
@@ -94,8 +97,11 @@ def generate(
     """
     rows = _rows(prompts, lengths, model.config.vocab_size)
     _check(max_new_tokens, temperature, top_k, top_p)
+    stop_tokens = _stops(stop_tokens, model.config.vocab_size)
     if temperature > 0 and rng is None:
         raise ValueError("rng: got None, want a random key (jax.random.key(seed)) when temperature > 0")
+    if rng is not None:
+        _check_key(rng)
     length = bucket(max(map(len, rows)))
     tokens, valid = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), np.int32)
     for i, row in enumerate(rows):
@@ -190,27 +196,56 @@ def _rows(prompts: Any, lengths: Any, vocabulary: int) -> list[np.ndarray]:
         counts = np.full(len(prompts), prompts.shape[1]) if lengths is None else np.asarray(lengths)
         if counts.shape != (len(prompts),) or np.any(counts > prompts.shape[1]):
             raise ValueError(f"lengths: got {counts.tolist()}, want one per row of prompts {prompts.shape}, at most P")
+        if not np.issubdtype(counts.dtype, np.integer):
+            raise ValueError(f"lengths: got dtype {counts.dtype}, want integers")
         rows = [np.asarray(row)[: max(n, 0)] for row, n in zip(np.asarray(prompts), counts, strict=True)]
     else:
         if lengths is not None:
             raise ValueError("lengths: only an array of prompts has them; a list of lists says them itself")
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts: got {type(prompts).__name__}, want [B, P] or a list of lists of tokens")
         rows = [np.asarray(row) for row in prompts]
     if not rows:
         raise ValueError("prompts: got none, want at least one")
     for i, row in enumerate(rows):
+        if row.size and not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompts: row {i} has dtype {row.dtype}, want integers (tokens)")
         if row.ndim != 1 or not row.size:
             raise ValueError(f"prompts: row {i} has shape {row.shape}, want at least one token")
-        if not np.issubdtype(row.dtype, np.integer) or row.min() < 0 or row.max() >= vocabulary:
+        if row.min() < 0 or row.max() >= vocabulary:
             raise ValueError(f"prompts: row {i} has values outside the tokens 0 .. {vocabulary - 1}")
     return rows
 
 
-def _check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, want at least 1")
-    if not 0 <= temperature < float("inf"):
+def _stops(stop_tokens: Any, vocabulary: int) -> list[int]:
+    """The stop tokens as integers."""
+    wanted = f"a sequence of integers within 0 .. {vocabulary - 1}"
+    if getattr(stop_tokens, "ndim", None) == 1:
+        stop_tokens = list(np.asarray(stop_tokens))
+    if isinstance(stop_tokens, str | bytes) or not isinstance(stop_tokens, Sequence):
+        raise ValueError(f"stop_tokens: got {stop_tokens!r}, want {wanted}")
+    for token in stop_tokens:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+            raise ValueError(f"stop_tokens: got {token!r} in it, want {wanted}")
+    return [int(token) for token in stop_tokens]
+
+
+def _check_key(rng: Any) -> None:
+    """One random key, of `jax.random.key` or the older `jax.random.PRNGKey`."""
+    wanted = "one random key (jax.random.key(seed))"
+    if not hasattr(rng, "dtype") or not hasattr(rng, "shape"):
+        raise ValueError(f"rng: got {type(rng).__name__}, want {wanted}")
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    if rng.shape != (() if typed else raw.shape) or not (typed or rng.dtype == raw.dtype):
+        raise ValueError(f"rng: got shape {rng.shape} and dtype {rng.dtype}, want {wanted}")
+
+
+def _check(max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
+    check_count("max_new_tokens", max_new_tokens)
+    if check_number("temperature", temperature, "a number of at least 0") < 0:
         raise ValueError(f"temperature: got {temperature}, want a number of at least 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: got {top_k}, want at least 1, or None")
-    if top_p is not None and not 0 < top_p <= 1:
+    if top_k is not None:
+        check_count("top_k", top_k)
+    if top_p is not None and not 0 < check_number("top_p", top_p, "0 < top_p <= 1, or None") <= 1:
         raise ValueError(f"top_p: got {top_p}, want 0 < top_p <= 1, or None")

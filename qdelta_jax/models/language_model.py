@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from qdelta_jax.layers.block import Block
+from qdelta_jax.layers.inputs import check_along, check_tokens
 from qdelta_jax.layers.linear import Linear, widened, xavier_uniform
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.partitioning import constrain, partitioned
@@ -103,7 +104,10 @@ class LanguageModel(nnx.Module):
         )
 
     def init_cache(self, batch_size: int, max_length: int) -> ModelCache:
-        """An empty cache. Its size depends on `max_length` only where the pattern has "attention"."""
+        """An empty cache. Its size depends on `max_length` only where the pattern has "attention".
+
+        Beyond `max_length` tokens "attention" drops the oldest keys and goes on with the last `max_length`.
+        """
         cells: tuple[Any, ...] = ()
         if self.cells is not None:
             # The stacked cell makes the cache of one of its members; every cache starts at zero.
@@ -114,19 +118,25 @@ class LanguageModel(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "batch time"],
+        tokens: Any,
         *,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        positions: Int[Array, "batch time"] | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
         cache: ModelCache | None = None,
     ) -> Float[Array, "batch time vocab"] | tuple[Float[Array, "batch time vocab"], ModelCache]:
         """Logits in float32 (float64 for a float64 model), and with a cache the cache after these tokens.
 
         Args:
-            tokens: what stands in padding does not matter.
-            segment_ids: 0 is padding (logits 0); segments do not see each other; the first continues `cache`.
-            positions: of the tokens in their segments, for attention; counted by default.
-            cache: from `init_cache` or the call before; any number of tokens then continues it.
+            tokens: integers [B, T] within 0 .. vocab_size - 1 (not checked under a transformation, where others
+                read as the nearest); what stands in padding does not matter.
+            segment_ids: integers [B, T]; 0 is padding (logits 0); segments do not see each other; the first
+                continues `cache`.
+            positions: integers [B, T], of the tokens in their segments, for attention; counted by default.
+            cache: from `init_cache` or the call before. Any number of tokens then continues it, but where the
+                pattern has "attention" at most `max_length` in one call, and beyond `max_length` in all the
+                oldest keys are dropped.
+        Raises:
+            ValueError: an argument has another shape or dtype, or the cache another batch size.
         """
         x, after = self.features(tokens, segment_ids=segment_ids, positions=positions, cache=cache)
         logits = self.logits(x)
@@ -134,13 +144,15 @@ class LanguageModel(nnx.Module):
 
     def features(
         self,
-        tokens: Int[Array, "batch time"],
+        tokens: Any,
         *,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        positions: Int[Array, "batch time"] | None = None,
+        segment_ids: Any = None,
+        positions: Any = None,
         cache: ModelCache | None = None,
     ) -> tuple[Float[Array, "batch time width"], ModelCache | None]:
         """The normed hidden state behind the last block, what `logits` takes, and the new cache (or None)."""
+        check_tokens(tokens, self.config.vocab_size, segment_ids)
+        check_along(tokens.shape, segment_ids, positions)
         valid = None if segment_ids is None else segment_ids != 0
         tokens = tokens if valid is None else jnp.where(valid, tokens, 0)
         x = jnp.take(self.embedding.get_value(), tokens, axis=0, mode="clip").astype(jnp.dtype(self.config.dtype))

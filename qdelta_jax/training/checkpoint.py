@@ -119,6 +119,12 @@ class Checkpoints:
             raise ValueError(f"checkpoint {self.directory / str(step)} cannot be read: {error}") from error
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether the directory of a run has a whole checkpoint; creates nothing."""
+    folder = directory / "checkpoints"
+    return folder.is_dir() and any(path.name.isdigit() for path in folder.iterdir())
+
+
 def _items(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     parts = state._asdict()
     model = {name: parts.pop(name) for name in ("params", "constants")}

@@ -1,6 +1,10 @@
 """What a training run is: a tree of frozen dataclasses, on the command line and inside every checkpoint."""
 
 import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +46,7 @@ class DataConfig:
     batch_size: int = 16
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _positive(self, "bpe_size", "sequence_length", "batch_size")
         _at_least_zero(self, "separator", "evaluation_length")
         if not 0 < self.held_out < 1:
@@ -53,13 +58,14 @@ class OptimizerConfig:
     """AdamW with warm-up and cosine; no weight decay on norms, biases, A_log and dt_bias.
 
     learning_rate: the peak, reached after `warmup_steps`.
+    warmup_steps: by default 50, or a tenth of the run if that is less.
     final_fraction: of the peak, at the last step.
     clip_norm: the gradient's global norm is cut to it.
     accumulation: microbatches a batch is cut into; changes memory, not the gradient.
     """
 
     learning_rate: float = 3e-3
-    warmup_steps: int = 50
+    warmup_steps: int | None = None
     final_fraction: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
@@ -69,8 +75,17 @@ class OptimizerConfig:
     accumulation: int = 1
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _positive(self, "learning_rate", "eps", "clip_norm", "accumulation")
-        _at_least_zero(self, "warmup_steps", "final_fraction", "weight_decay")
+        _at_least_zero(self, "weight_decay")
+        _finite(self, "learning_rate", "eps", "weight_decay")
+        if self.warmup_steps is not None:
+            _at_least_zero(self, "warmup_steps")
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"final_fraction: got {self.final_fraction}, want 0 to 1")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, want 0 or more and below 1")
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,7 @@ class MeshConfig:
     fsdp: int = 1
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if any(n < 1 and n != -1 for n in (self.data, self.fsdp)) or self.data == self.fsdp == -1:
             raise ValueError(
                 f"mesh: got data={self.data}, fsdp={self.fsdp}, want device counts, at most one of them -1"
@@ -118,8 +134,11 @@ class RunConfig:
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _positive(self, "steps", "log_every", "evaluate_every", "save_every", "keep", "max_skipped")
         _at_least_zero(self, "seed", "stop_at")
+        if self.stop_at > self.steps:
+            raise ValueError(f"stop_at: got {self.stop_at}, want at most steps = {self.steps}")
 
 
 def _small_model() -> ModelConfig:
@@ -146,6 +165,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         rows, parts = self.data.batch_size, self.optimizer.accumulation
         if rows % parts:
             raise ValueError(f"optimizer.accumulation: got {parts}, want a divisor of data.batch_size = {rows}")
@@ -167,7 +187,7 @@ class TrainConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: a field that does not exist.
+            ValueError: a field that does not exist, or a value that does not fit.
         """
         parts = {
             "model": ModelConfig.from_dict,
@@ -177,6 +197,8 @@ class TrainConfig:
             "run": lambda v: _build(RunConfig, "run", v),
         }
         _check_names("TrainConfig", values, parts)
+        for name, value in values.items():
+            _check_mapping(name, value)
         return cls(**{name: parts[name](value) for name, value in values.items()})
 
 
@@ -186,9 +208,54 @@ def _build(cls: type, name: str, values: dict[str, Any]) -> Any:
 
 
 def _check_names(where: str, values: dict[str, Any], known: Any) -> None:
+    _check_mapping(where, values)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ValueError(f"{where}: unknown field {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+
+
+def _check_mapping(where: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where}: got {values!r}, want a dict of its fields")
+
+
+def _check_types(config: Any) -> None:
+    """Every field against its annotation; a whole number passes as a float, True as no number."""
+    for name, wanted in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if wanted == tuple[str, ...] and isinstance(value, str):
+            raise ValueError(f"{name}: got a string, want a tuple of paths, as in ({value!r},)")
+        if not _fits(value, wanted):
+            raise ValueError(f"{name}: got {value!r} ({type(value).__name__}), want {_describe(wanted)}")
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(wanted))
+    if typing.get_origin(wanted) is Literal:
+        return isinstance(value, str) and value in typing.get_args(wanted)
+    if wanted == tuple[str, ...]:
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if wanted in (int, float):
+        return isinstance(value, (int, wanted)) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _describe(wanted: Any) -> str:
+    if isinstance(wanted, types.UnionType):
+        return " or ".join(_describe(one) for one in typing.get_args(wanted))
+    if typing.get_origin(wanted) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(wanted)))
+    if wanted == tuple[str, ...]:
+        return "a tuple of paths as strings"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "True or False", type(None): "None"}
+    return words.get(wanted) or f"a {wanted.__name__}"
+
+
+def _finite(config: Any, *names: str) -> None:
+    for name in names:
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name}: got {getattr(config, name)}, want a finite number")
 
 
 def _plain(value: Any) -> Any:

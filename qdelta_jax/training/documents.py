@@ -47,8 +47,8 @@ def sample_text() -> Path:
 def load_corpus(config: DataConfig, seed: int, directory: Path | None = None) -> Corpus:
     """Reads the files, splits them, and turns them into ids.
 
-    The split comes first, so that a "bpe" vocabulary sees training text alone. It is stored in `directory` as
-    tokenizer.json and read from there when it exists, so that a resumed run has the same.
+    The split comes first, so that a "bpe" vocabulary sees training text alone. It is read from tokenizer.json
+    in `directory` when that exists, so that a resumed run has the same; nothing is written.
 
     Raises:
         ValueError: a file is missing, empty, of an unknown kind or has a line that does not fit; text and
@@ -166,11 +166,7 @@ def _vocabulary(config: DataConfig, texts: list[str], directory: Path | None) ->
         return load_vocabulary(stored)
     if not texts:
         raise ValueError("vocabulary: got 'bpe' for token files, want 'bytes', 'none' or a tokenizer.json")
-    vocabulary = train_bpe(texts, config.bpe_size)
-    if stored:
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        vocabulary.save(stored)
-    return vocabulary
+    return train_bpe(texts, config.bpe_size)
 
 
 def _from_ids(documents: list[np.ndarray], config: DataConfig, vocabulary: Vocabulary | None) -> Documents:

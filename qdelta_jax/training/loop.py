@@ -1,5 +1,6 @@
 """`train`: the whole of a run, from files to checkpoints, the same whether it starts or continues."""
 
+import math
 import signal
 import threading
 import time
@@ -18,13 +19,14 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from qdelta_jax.models.language_model import LanguageModel
-from qdelta_jax.training.checkpoint import Checkpoints
+from qdelta_jax.training.checkpoint import Checkpoints, has_checkpoint
 from qdelta_jax.training.config import RunConfig, TrainConfig
 from qdelta_jax.training.data import Batch, batches, held_out_batches
 from qdelta_jax.training.documents import Corpus, load_corpus
 from qdelta_jax.training.metrics import MetricsWriter, ProgressBar, held_out_metrics
 from qdelta_jax.training.optimizer import make_optimizer, schedule
 from qdelta_jax.training.train_step import Learner, Metrics, TrainState, make_mesh, shard_batch
+from qdelta_jax.training.vocabulary import BpeVocabulary
 
 __all__ = ["TrainResult", "evaluate", "train"]
 
@@ -81,15 +83,19 @@ def train(config: TrainConfig, build: Build | None = None) -> TrainResult:
         build: makes the model from its random streams; `LanguageModel(config.model, ..)` by default.
     Raises:
         ValueError: the data, the vocabulary, the mesh or a checkpoint does not fit the config.
-        FloatingPointError: `run.max_skipped` updates in a row had a loss or gradient that was not finite.
+        FloatingPointError: `run.max_skipped` updates in a row had a loss or gradient that was not finite, or
+            the held-out loss at the end is not.
     """
     build = build or partial(_language_model, config)
     directory, run = Path(config.run.directory), config.run
-    corpus = load_corpus(config.data, run.seed, directory)
+    # Without a checkpoint, a tokenizer.json there is of a run that never came to anything.
+    corpus = load_corpus(config.data, run.seed, directory if has_checkpoint(directory) else None)
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size: got {config.model.vocab_size}, want at least the vocabulary's {corpus.vocab_size}"
+            f"model.vocab_size: got {config.model.vocab_size}, want at least the vocabulary's {corpus.vocab_size}; "
+            f"pass --model.vocab-size {corpus.vocab_size} or more, at least the vocabulary's size"
         )
+    _keep_vocabulary(config, corpus, directory)
     mesh = make_mesh(config.mesh)
     process = (jax.process_index(), jax.process_count())
     data = batches(
@@ -129,6 +135,15 @@ class Parts:
 
 def _language_model(config: TrainConfig, rngs: nnx.Rngs) -> nnx.Module:
     return LanguageModel(config.model, rngs=rngs)
+
+
+def _keep_vocabulary(config: TrainConfig, corpus: Corpus, directory: Path) -> None:
+    """Stores a "bpe" vocabulary, unless it is the one that the checkpoints there belong to."""
+    path = directory / "tokenizer.json"
+    stored = path.is_file() and has_checkpoint(directory)
+    if config.data.vocabulary == "bpe" and isinstance(corpus.vocabulary, BpeVocabulary) and not stored:
+        directory.mkdir(parents=True, exist_ok=True)
+        corpus.vocabulary.save(path)
 
 
 def _per_process(rows: int) -> int:
@@ -188,6 +203,7 @@ def _loop(parts: Parts, state: TrainState) -> TrainResult:
             if step > first:
                 writer.write(step, numbers)
             bar.say(f"step {step}: held-out {_words(numbers)}")
+            _check_held_out(numbers, step)
     seconds = time.perf_counter() - begun
     return TrainResult(Path(run.directory), step, numbers, stopping, int(state.skipped), seconds)
 
@@ -211,6 +227,14 @@ def _check_finite(done: list[Metrics], step: int, run: RunConfig) -> None:
             f"{worst} updates in a row up to step {step} had a loss or gradient that is not finite "
             f"(run.max_skipped = {run.max_skipped}). The parameters are those before them. Look at the data, "
             "lower optimizer.learning_rate or optimizer.clip_norm; the last checkpoint is intact."
+        )
+
+
+def _check_held_out(numbers: dict[str, float], step: int) -> None:
+    if not math.isfinite(numbers["held_out/loss"]):
+        raise FloatingPointError(
+            f"the held-out loss at step {step} is {numbers['held_out/loss']}, want a finite number. The model has "
+            "diverged or the data has tokens it cannot predict; lower optimizer.learning_rate."
         )
 
 

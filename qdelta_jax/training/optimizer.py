@@ -39,12 +39,13 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     Raises:
         ValueError: the warm-up is not shorter than the run.
     """
-    if config.warmup_steps >= steps:
-        raise ValueError(f"optimizer.warmup_steps: got {config.warmup_steps}, want less than run.steps = {steps}")
+    warmup = min(50, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    if warmup >= steps:
+        raise ValueError(f"optimizer.warmup_steps: got {warmup}, want less than run.steps = {steps}")
     return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=0.0 if config.warmup_steps else config.learning_rate,
+        init_value=0.0 if warmup else config.learning_rate,
         peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=warmup,
         decay_steps=steps,
         end_value=config.final_fraction * config.learning_rate,
     )
