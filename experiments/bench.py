@@ -55,7 +55,10 @@ def main(bench: Bench) -> dict[str, Any]:
         "shape": shape._asdict(),
         "dtype": bench.dtype,
         "chunk_size": bench.chunk_size,
-        "command": " ".join(["python -m experiments.bench", *sys.argv[1:]]),
+        # Another reader has another interpreter: its path says nothing.
+        "command": " ".join(
+            ["python -m experiments.bench", *("PATH" if x == bench.torch_python else x for x in sys.argv[1:])]
+        ),
         "date": time.strftime("%Y-%m-%d"),
         "rows": [],
     }
