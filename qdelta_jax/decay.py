@@ -124,9 +124,7 @@ def channel_scores(sums: DecaySums, x: Array, k: Array, precision: lax.Precision
     while half < size:
         first, second = _halves(jnp.exp(next(levels)), half)
         cross = products.scores(_halves(x, half)[1] * second, _halves(k, half)[0] * first, precision)
-        top, bottom = scores[..., 0::2, :, :], scores[..., 1::2, :, :]
-        zero = jnp.zeros_like(cross)
-        scores = _join(jnp.concatenate([top, zero], -1), jnp.concatenate([cross, bottom], -1))
+        scores = lower_pairs(scores[..., 0::2, :, :], cross, scores[..., 1::2, :, :])
         half *= 2
     return scores.reshape(*x.shape[:-1], size)
 
@@ -154,7 +152,7 @@ def channel_scores_backward(
         inside = half < block
         part_k, d_a = jnp.zeros_like(k_w), jnp.zeros_like(k_w)
         for i, (x, d) in enumerate(pairs):
-            x_w, d = _blocks(x, width), _diagonal_blocks(d, width)
+            x_w, d = _blocks(x, width), diagonal_blocks(d, width)
             if inside:
                 d = jnp.where(level_mask(block, half), d, 0)
                 part = factor * products.rows(d, factor * k_w, precision)
@@ -173,7 +171,12 @@ def channel_scores_backward(
     return d_x, d_k, tuple(d_levels)
 
 
-def _diagonal_blocks(matrix: Array, block: int) -> Array:
+def lower_pairs(top: Array, cross: Array, bottom: Array) -> Array:
+    """[[top, 0], [cross, bottom]] of square blocks."""
+    return _join(jnp.concatenate([top, jnp.zeros_like(cross)], -1), jnp.concatenate([cross, bottom], -1))
+
+
+def diagonal_blocks(matrix: Array, block: int) -> Array:
     """[..., C, C] -> [..., C/block, block, block], the blocks on the diagonal."""
     count = matrix.shape[-1] // block
     rows = [matrix[..., i * block : (i + 1) * block, i * block : (i + 1) * block] for i in range(count)]

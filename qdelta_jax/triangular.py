@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from qdelta_jax.decay import _diagonal_blocks, _join, level_mask
+from qdelta_jax.decay import diagonal_blocks, level_mask, lower_pairs
 
 BLOCK = 16
 
@@ -17,7 +17,7 @@ def unit_lower_inverse(lower: Array) -> Array:
     """
     size = lower.shape[-1]
     block = min(BLOCK, size)
-    diagonal = _diagonal_blocks(lower, block)
+    diagonal = diagonal_blocks(lower, block)
     inverse = jnp.broadcast_to(jnp.eye(block, dtype=lower.dtype), diagonal.shape)
     half = 1
     while half < block:
@@ -26,9 +26,8 @@ def unit_lower_inverse(lower: Array) -> Array:
         half *= 2
     while half < size:
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        below = _diagonal_blocks(lower, 2 * half)[..., half:, :half]
-        cross = -_triple(second, below, first)
-        inverse = _join(jnp.concatenate([first, jnp.zeros_like(cross)], -1), jnp.concatenate([cross, second], -1))
+        below = diagonal_blocks(lower, 2 * half)[..., half:, :half]
+        inverse = lower_pairs(first, -_triple(second, below, first), second)
         half *= 2
     return inverse.reshape(lower.shape)
 
