@@ -1,4 +1,8 @@
-"""GPU kernels for the recurrence of `qdelta_jax`. There are none yet: `qdelta_jax` runs everything through XLA.
+"""GPU kernels for the recurrence of `qdelta_jax`, for Hopper.
 
 This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
+
+from pallas_kernels.forward import Forward, forward
+
+__all__ = ["Forward", "forward"]

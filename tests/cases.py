@@ -54,6 +54,12 @@ SHAPES = {
     "long": Shape(1, 32768, 16, 16, 128, 128),
 }
 
+KERNEL_SHAPES = {
+    f"{batch}x{length}x{heads}": Shape(batch, length, heads, heads, 128, 128)
+    for batch, length, heads in ((8, 4096, 16), (1, 32768, 16), (1, 8192, 96), (4, 4096, 16), (1, 4096, 8))
+}
+"""What the GPU kernels are timed on: a batch, a long sequence, many heads, and two that fill a GPU less."""
+
 
 def gate_shape(name: str, gate: str, shape: Shape) -> tuple[int, ...]:
     axis = RULES[name].gates[gate].axis

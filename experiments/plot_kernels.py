@@ -1,0 +1,135 @@
+"""The table and the plot of what experiments/bench_kernels.py stored.
+
+    python -m experiments.plot_kernels experiments/results/kernels_nvidia_h200.json
+
+writes the table as .md and the plot as .png beside the file, from the file alone.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COLORS = {"mosaic": "#0072B2", "xla": "#E69F00", "peer": "#009E73"}
+"""Okabe and Ito's: told apart by colour-blind readers too."""
+
+COLUMNS = (
+    "shape (BxTxH)",
+    "rule",
+    "inputs",
+    "implementation",
+    "device ms",
+    "whole call ms",
+    "floor ms",
+    "device / floor",
+    "output error",
+    "state error",
+    "remark",
+)
+
+
+def sides(result: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, dict[str, Any]]]:
+    """By shape, rule and dtype: the cells "mosaic", "xla" and "peer", the latter its fastest variant."""
+    found: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for cell in result["cells"]:
+        row = found.setdefault((cell["shape"], cell["rule"], cell["dtype"]), {})
+        side = cell["implementation"] if cell["implementation"] in COLORS else "peer"
+        if side not in row or (cell.get("device_ms") or 1e9) < (row[side].get("device_ms") or 1e9):
+            row[side] = cell
+    return found
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Device times side by side, in markdown; of several chunk sizes and variants the fastest."""
+    titles = ("shape (BxTxH)", "rule", "inputs", "floor ms", *(f"{side} ms" for side in COLORS))
+    lines = [f"{result['device']}, time in GPU kernels", "", *header((*titles, "mosaic / floor", "peer / mosaic"))]
+    for names, row in sides(result).items():
+        times = {side: row.get(side, {}).get("device_ms") for side in COLORS}
+        floor = next(iter(row.values()))["floor_ms"]
+        ratios = ratio(times["mosaic"], floor), ratio(times["peer"], times["mosaic"])
+        shown = [number(times[side]) + ("*" if "note" in row.get(side, {}) else "") for side in COLORS]
+        lines.append(line((*names, number(floor), *shown, *ratios)))
+    if any("note" in cell for cell in result["cells"]):
+        lines += ["", "\\* computes another recurrence"]
+    return "\n".join([*lines, ""])
+
+
+def table(result: dict[str, Any]) -> str:
+    """Every cell, in markdown."""
+    lines = header(COLUMNS)
+    for c in sorted(result["cells"], key=lambda c: (c["shape"], c["rule"], c["dtype"])):
+        chunk = f" (chunks of {c['chunk_size']})" if c["chunk_size"] else ""
+        times = [number(c.get(name)) for name in ("device_ms", "call_ms", "floor_ms")]
+        errors = [f"{c[name]:.1e}" if name in c else "" for name in ("output_error", "state_error")]
+        values = (*times, ratio(c.get("device_ms"), c["floor_ms"]), *errors, remark(c))
+        lines.append(line((c["shape"], c["rule"], c["dtype"], c["implementation"] + chunk, *values)))
+    return "\n".join([*lines, ""])
+
+
+def remark(cell: dict[str, Any]) -> str:
+    parts = [str(cell[name]) for name in ("note", "reason", "error") if name in cell]
+    if "do_bench_ms" in cell:
+        parts.append(f"Triton's do_bench {number(cell['do_bench_ms'])} ms")
+    return "; ".join(parts).replace("\n", " ").replace("|", "/")
+
+
+def header(titles: tuple[str, ...]) -> list[str]:
+    return [line(titles), "|" + "---|" * len(titles)]
+
+
+def line(values: tuple[str, ...]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3g}"
+
+
+def ratio(x: float | None, y: float | None) -> str:
+    return f"{x / y:.2f}" if x and y else ""
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """One row of grouped bars for each shape and input type; a black line marks the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = sides(result)
+    panels = list(dict.fromkeys((shape, dtype) for shape, _, dtype in rows))
+    rules = list(dict.fromkeys(rule for _, rule, _ in rows))
+    figure, axes = plt.subplots(
+        len(panels), figsize=(11, 1 + 2.2 * len(panels)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for ax, (shape, dtype) in zip(axes[:, 0], panels, strict=True):
+        floors = []
+        for place, rule in enumerate(rules):
+            row = rows.get((shape, rule, dtype), {})
+            for offset, (side, color) in enumerate(COLORS.items()):
+                if row.get(side, {}).get("device_ms"):
+                    ax.bar(place + 0.27 * (offset - 1), row[side]["device_ms"], 0.25, color=color)
+            if row:
+                floors.append(next(iter(row.values()))["floor_ms"])
+                ax.hlines(floors[-1], place - 0.42, place + 0.42, color="black")
+        ax.set(yscale="log", ylabel="ms", title=f"{shape} (batch x tokens x heads), {dtype}")
+        ax.set_ylim(bottom=0.5 * min(floors))
+        ax.grid(axis="y", alpha=0.3)
+    axes[-1, 0].set_xticks(range(len(rules)), rules, rotation=20)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    names = ["mosaic", "xla", "peer (its fastest variant)", "floor: inputs and output moved once"]
+    figure.legend([*handles, plt.Line2D([], [], color="black")], names, loc="outside lower center", ncols=4)
+    figure.suptitle(f"Forward, time in GPU kernels (ms), {result['device']}")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(path: Path) -> None:
+    result = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(f"{summary(result)}\n{table(result)}")
+    plot(result, path.with_suffix(".png"))
+    print(f"{summary(result)}\n{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

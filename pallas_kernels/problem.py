@@ -1,0 +1,38 @@
+"""What is fixed when a kernel is built: sizes, number formats, and what the rule needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.tiles import C, Numbers
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: B sequences of T tokens, HV heads of state [K, V]; H heads of q and k, each for HV / H value heads."""
+
+    batch: int
+    length: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    numbers: Numbers
+    dtype: Any
+    erases: bool
+    decay: str | None  # "head", "key" or None
+    masked: bool  # some tokens are not valid
+    segmented: bool  # some tokens clear the state
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // C)
+
+    @property
+    def key_pieces(self) -> int:
+        """Tiles of 64 key channels."""
+        return self.key_dim // C
+
+    @property
+    def value_pieces(self) -> int:
+        """Tiles of 64 value channels."""
+        return self.value_dim // C

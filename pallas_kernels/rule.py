@@ -1,0 +1,172 @@
+"""A rule's own function, evaluated on tiles inside a kernel.
+
+The function (q, k, v, **gates) -> (k, e, z, log_decay) is traced once per output to a jaxpr, of which only the
+equations that the output needs are kept: `e` then loads no values and `z` no keys. A gate with one number per head is
+a vector with one number per row; it is broadcast where an equation widens it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend import core as jcore
+
+from pallas_kernels.tiles import C, rows
+
+OUTPUTS = ("k", "e", "z", "log_decay")
+
+ELEMENTWISE = frozenset(
+    "abs add add_any and clamp convert_element_type copy cos div eq exp exp2 ge gt integer_pow le log logistic lt max min "
+    "mul ne neg not or rsqrt select_n sign sin sqrt square stop_gradient sub tanh xor".split()
+)
+"""What a rule's function may use: each lowers for a GPU, on tiles and on vectors."""
+
+VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"))
+
+
+class Unsupported(Exception):
+    """A rule that cannot run inside a kernel; the message says why."""
+
+
+def _live(jaxpr: Any) -> tuple[list[Any], set[Any]]:
+    """The equations that the outputs need, in order, and the variables they need."""
+    need = {v for v in jaxpr.outvars if not isinstance(v, jcore.Literal)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if need & set(equation.outvars):
+            kept.append(equation)
+            need |= {v for v in equation.invars if not isinstance(v, jcore.Literal)}
+    return kept[::-1], need
+
+
+def _inner(equation: Any) -> Any:
+    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    return inner if hasattr(inner, "jaxpr") else jcore.ClosedJaxpr(inner, ())
+
+
+def _thin(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[1] == 1
+
+
+def _check(jaxpr: Any, name: str) -> None:
+    for equation in _live(jaxpr)[0]:
+        primitive = equation.primitive.name
+        if primitive in CALLS:
+            _check(_inner(equation).jaxpr, name)
+        elif primitive in VIEWS:
+            (x,), (out,) = equation.invars, equation.outvars
+            kept = x.aval.shape == () or (len(out.aval.shape) in (1, 2) and out.aval.shape[0] == x.aval.shape[0])
+            if not kept:
+                raise Unsupported(f"its {name} reshapes {x.aval.shape} to {out.aval.shape}")
+        elif primitive not in ELEMENTWISE:
+            raise Unsupported(f"its {name} uses the operation {primitive!r}, which the kernels do not have")
+
+
+def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, jcore.Literal) else values.get(v)
+
+    for equation in _live(jaxpr)[0]:
+        name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+        inputs = [(read(v), v.aval.shape) for v in equation.invars]
+        if name in CALLS:
+            inner = _inner(equation)
+            outs = _evaluate(inner.jaxpr, inner.consts, [x for x, _ in inputs])
+        elif name in VIEWS:
+            outs = [_view(*inputs[0], shape)]
+        else:
+            outs = [_apply(equation, inputs, shape)]
+        values.update(zip(equation.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _view(x: Any, was: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    if was == ():
+        return lax.broadcast(jnp.asarray(x), shape[:1] if _thin(shape) else shape)
+    if jnp.ndim(x) == 1 and len(shape) == 2 and not _thin(shape):
+        return rows(x, shape[1])
+    return x
+
+
+def _apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
+    wide = [rows(x, shape[1]) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
+    name = equation.primitive.name
+    if name == "add_any":
+        return lax.add(*wide)
+    if name in ("copy", "stop_gradient"):
+        return wide[0]
+    out = equation.primitive.bind(*wide, **equation.params)
+    return out[0] if isinstance(out, list | tuple) else out
+
+
+class TiledRule:
+    """The outputs of a rule's function as separate functions of tiles.
+
+    Args:
+        function: (q, k, v, **gates) -> (k, e or None, z, log_decay or None), token-wise and channel-wise.
+        axes: for each gate, "head", "key" or "value".
+    Attributes:
+        arguments: for each output, the names that it reads.
+        absent: the outputs that are None.
+        decay_axis: "head", "key" or None.
+    Raises:
+        Unsupported: the function cannot be evaluated on tiles.
+    """
+
+    def __init__(self, function: Callable[..., Any], axes: Mapping[str, str]) -> None:
+        self.names = ["q", "k", "v", *axes]
+        self.axis = {"q": "key", "k": "key", "v": "value", **axes}
+        # Two widths that differ tell a rule that mixes key with value channels apart, also where K = V.
+        self._trace(function, {"head": 1, "key": C, "value": C // 2})
+        self._trace(function, {"head": 1, "key": C, "value": C})
+
+    def _trace(self, function: Callable[..., Any], width: Mapping[str, int]) -> None:
+        shapes = [jax.ShapeDtypeStruct((C, width[self.axis[n]]), jnp.float32) for n in self.names]
+        self.jaxprs: dict[str, Any] = {}
+        self.arguments: dict[str, list[str]] = {}
+        self.absent = set()
+        self.decay_axis = None
+        for index, output in enumerate(OUTPUTS):
+
+            def part(*args: Array, index: int = index) -> Any:
+                given = dict(zip(self.names, args, strict=True))
+                return tuple(function(given.pop("q"), given.pop("k"), given.pop("v"), **given))[index]
+
+            try:
+                closed = jax.make_jaxpr(part)(*shapes)
+            except (TypeError, ValueError) as error:
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise Unsupported(f"its {output} mixes key and value channels ({first})") from error
+            if not closed.jaxpr.outvars:
+                self.absent.add(output)
+                self.arguments[output] = []
+                continue
+            jaxpr = closed.jaxpr
+            _check(jaxpr, output)
+            need = _live(jaxpr)[1]
+            self.jaxprs[output] = closed
+            self.arguments[output] = [n for n, v in zip(self.names, jaxpr.invars, strict=True) if v in need]
+            got = jaxpr.outvars[0].aval.shape[-1]
+            if output == "log_decay":
+                self.decay_axis = "head" if got == 1 else "key"
+            for name in self.arguments[output]:
+                allowed = {"z": ("head", "value"), "log_decay": ("head", "key")}.get(output, ("head", "key"))
+                if self.axis[name] not in allowed:
+                    raise Unsupported(f"its {output} reads {name}, a number per {self.axis[name]} channel")
+        if self.decay_axis == "head" and any(self.axis[n] != "head" for n in self.arguments["log_decay"]):
+            raise Unsupported("its log_decay, one number per head, reads more than gates with one number per head")
+
+    def is_input(self, output: str, name: str) -> bool:
+        """Whether an output is one of the inputs, untouched."""
+        jaxpr = self.jaxprs[output].jaxpr
+        return jaxpr.outvars[0] is jaxpr.invars[self.names.index(name)]
+
+    def __call__(self, output: str, tiles: Mapping[str, Array]) -> Array:
+        """One output of tiles by name: [C, width] arrays, [C] vectors for gates with one number per head."""
+        closed = self.jaxprs[output]
+        return _evaluate(closed.jaxpr, closed.consts, [tiles.get(n) for n in self.names])[0]

@@ -1,0 +1,173 @@
+"""The few words the kernels are written in: shared-memory tiles, matrix products, broadcasts and masks.
+
+A kernel works on chunks of C = 64 tokens with one warpgroup per task. A matrix product takes its operands from shared
+memory as an `Operand`: one 16-bit array, or for float32 accuracy two of them, x = high + low, whose product is
+high high + high low + low high.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+C = 64
+"""Tokens of a chunk: the rows of one matrix instruction of a warpgroup."""
+
+SMEM_LIMIT = 232_448
+"""Bytes of shared memory that one block may use on Hopper."""
+
+TILE = plgpu.Layout.WGMMA
+ROW = TILE.reduce(1)  # a vector with one number per row of a tile
+COL = TILE.reduce(0)  # a vector with one number per column of a tile
+
+Operand = tuple[Any, ...]
+"""One reference per part, or one register array per part (only as the left side of a product)."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How matrix products are computed: the 16-bit type of the operands, and how many of them make one number."""
+
+    dtype: Any
+    parts: int = 1
+    interpret: bool = False
+
+
+def swizzle(columns: int, dtype: Any) -> int:
+    """The widest swizzle whose bytes divide a row of a tile."""
+    row = columns * jnp.dtype(dtype).itemsize
+    for width in (128, 64, 32):
+        if row % width == 0:
+            return width
+    raise NotImplementedError(f"a row of {row} bytes: a tile wants a multiple of 32")
+
+
+def smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A shared-memory tile that matrix instructions and the copy engine can read."""
+    width = swizzle(shape[-1], dtype)
+    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def operand(shape: tuple[int, ...], numbers: Numbers) -> tuple[Any, ...]:
+    """Shared memory of one operand."""
+    return tuple(smem(shape, numbers.dtype) for _ in range(numbers.parts))
+
+
+def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    size = jnp.dtype(dtype).itemsize
+    for n in shape:
+        size *= n
+    return -(-size // 1024) * 1024
+
+
+def at(x: Operand, *index: Any) -> Operand:
+    return tuple(ref.at[index] for ref in x)
+
+
+def transposed(x: Operand) -> Operand:
+    return tuple(ref.T for ref in x)
+
+
+def split(x: Array, numbers: Numbers) -> tuple[Array, ...]:
+    """A float32 tile as 16-bit parts."""
+    high = x.astype(numbers.dtype)
+    if numbers.parts == 1:
+        return (high,)
+    return high, (x - high.astype(jnp.float32)).astype(numbers.dtype)
+
+
+def put(x: Operand, value: Array, numbers: Numbers) -> None:
+    """Stores a float32 tile; `plgpu.commit_smem` must follow before a product or a copy reads it."""
+    for ref, part in zip(x, split(value, numbers), strict=True):
+        ref[...] = part
+
+
+def take(x: Operand) -> Array:
+    """Loads a tile as float32."""
+    total = None
+    for ref in x:
+        part = plgpu.load(ref, layout=TILE, optimized=False).astype(jnp.float32)
+        total = part if total is None else total + part
+    return total
+
+
+def vector(ref: Any, layout: Any = ROW) -> Array:
+    """Loads C numbers from device memory, ready to be broadcast along a tile."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def rows(x: Array, columns: int) -> Array:
+    """x_i -> [i, any column]."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
+
+
+def cols(x: Array, height: int) -> Array:
+    """x_j -> [any row, j]."""
+    return lax.broadcast_in_dim(x, (height, x.shape[0]), (1,))
+
+
+def zeros(shape: tuple[int, ...]) -> Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
+
+
+def iotas(shape: tuple[int, int] = (C, C)) -> tuple[Array, Array]:
+    """Row and column numbers of a tile."""
+    return tuple(plgpu.broadcasted_iota(jnp.int32, shape, d, layout=TILE) for d in (0, 1))
+
+
+def _pairs(a: Operand, b: Operand) -> list[tuple[Any, Any]]:
+    if len(a) == 1:
+        return [(a[0], b[0])]
+    return [(a[0], b[0]), (a[0], b[1]), (a[1], b[0])]
+
+
+def product(numbers: Numbers, *terms: tuple[Operand, Operand], add_to: Array | None = None) -> Array:
+    """The sum of a b over the terms (a, b), plus `add_to`: float32 in registers, [M, N].
+
+    a: [M, D] in shared memory or registers, b: [D, N] in shared memory.
+    """
+    pairs = [pair for a, b in terms for pair in _pairs(a, b)]
+    shape = (pairs[0][0].shape[0], pairs[0][1].shape[1])
+    if numbers.interpret:
+        return _interpreted(pairs, shape, add_to)
+
+    def run(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    if add_to is None:
+        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+    def accumulate(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        plgpu.wgmma_wait(0)
+
+    return pl.run_state(accumulate)(plgpu.ACC.init(add_to))
+
+
+def _interpreted(pairs: Sequence[tuple[Any, Any]], shape: tuple[int, int], add_to: Array | None) -> Array:
+    """The same in the CPU interpreter, which has neither operands in registers nor initialised accumulators."""
+    total = add_to
+    in_memory = [(a, b) for a, b in pairs if not isinstance(a, jax.Array)]
+
+    def run(acc):
+        for a, b in in_memory:
+            plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    if in_memory:
+        part = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+        total = part if total is None else total + part
+    for a, b in pairs:
+        if isinstance(a, jax.Array):
+            part = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+            total = part if total is None else total + part
+    return total
