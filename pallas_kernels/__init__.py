@@ -3,6 +3,8 @@
 This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
 
-from pallas_kernels.forward import Forward, forward
+from pallas_kernels.forward import DTYPES, Forward, forward
+from pallas_kernels.inverse import unit_lower_inverse
+from pallas_kernels.supports import machine, supports
 
-__all__ = ["Forward", "forward"]
+__all__ = ["DTYPES", "Forward", "forward", "machine", "supports", "unit_lower_inverse"]

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import states
-from pallas_kernels.prepare import Layout, prepare, workers_for
+from pallas_kernels.layout import Layout
+from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule, Unsupported
 from pallas_kernels.scores import LOG2_E, floor
@@ -73,17 +74,20 @@ def stretches(problem: Problem, processors: int = 132) -> int:
     """How many parts of a sequence run at the same time: 1 unless that leaves most of the chip idle.
 
     Each part costs its share of the chunks twice (first for its transition and the state it adds, then for the
-    outputs), and the parts are joined one after the other.
+    outputs), and the parts are joined one after the other, for the time of about four chunks each.
     """
     tiles = problem.batch * problem.value_heads * problem.value_pieces
     extra = problem.batch * problem.value_heads * (problem.key_pieces if problem.erases else 0)
 
     def cost(count: int) -> float:
         each = -(-problem.chunks // count)
-        rounds = each * max(1.0, tiles * count / processors)
+        rounds = each * max(1.0, tiles * count / processors / 2)
         if count == 1:
             return rounds
-        return rounds + each * max(1.0, (tiles + extra) * count / processors) + 2.0 * count + 8.0
+        first = each * max(1.0, tiles * (count - 1) / processors / 2)
+        if extra and count > 2:
+            first += each * max(1.0, extra * (count - 2) / processors / 2)
+        return rounds + first + 4.0 * count
 
     options = [1 << i for i in range(7) if 1 << i <= max(1, problem.chunks // 4)]
     return min(options, key=cost)
@@ -184,31 +188,31 @@ def _head_log_decay(
     return log_decay if valid is None else jnp.where(valid[..., None], log_decay, 0)
 
 
-def _join(problem: Problem, start: Array, moves: Array, ends: Array) -> Array:
-    """States before each stretch [B, HV, stretches, K, V]: S <- M S + end, in float32.
+def _join(start: Array, ends: Array, moves: Array | None) -> Array:
+    """States before each stretch [B, HV, stretches, K, V], in float32: `ends`' first, then S <- M S + end.
 
-    moves: [B, HV, stretches, K, K], or [.., K, 1] where nothing is erased.
+    start: before the first stretch. ends [B, HV, stretches - 1, K, V]: after the first stretch, and what each later
+    one adds. moves: transitions of the second stretch and later, [.., stretches - 2, K, K], or [.., K, 1] where nothing
+    is erased.
     """
-    before = [start]
-    for index in range(ends.shape[2] - 1):
-        move, state = moves[:, :, index], before[-1]
-        if move.shape[-1] == 1:
-            state = move * state
-        else:
-            state = jnp.matmul(move, state, precision=lax.Precision.HIGHEST)
-        before.append(state + ends[:, :, index])
+    before = [start, ends[:, :, 0]]
+    for index in range(1, ends.shape[2]):
+        assert moves is not None
+        move, state = moves[:, :, index - 1], before[-1]
+        moved = move * state if move.shape[-1] == 1 else jnp.matmul(move, state, precision=lax.Precision.HIGHEST)
+        before.append(moved + ends[:, :, index])
     return jnp.stack(before, axis=2)
 
 
 def _carried(problem: Problem, prepared: Mapping[str, Array], count: int) -> Array:
-    """The decay across each stretch where nothing is erased, [B, HV, stretches, K or 1, 1]."""
+    """The decay across each stretch but the first and last where nothing is erased, [B, HV, count - 2, K or 1, 1]."""
     each = -(-problem.chunks // count)
     if problem.decay is None:
-        return jnp.ones((problem.batch, problem.value_heads, count, 1, 1), jnp.float32)
+        return jnp.ones((problem.batch, problem.value_heads, count - 2, 1, 1), jnp.float32)
     x = prepared["gamma"] if problem.decay == "key" else prepared["carry"][..., None]
-    x = jnp.repeat(x, problem.value_heads // x.shape[1], axis=1)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, count * each - problem.chunks), (0, 0)), constant_values=1)
-    return jnp.prod(x.reshape(*x.shape[:2], count, each, -1), axis=3)[..., None]
+    x = jnp.repeat(x, problem.value_heads // x.shape[1], axis=1)[:, :, each : each * (count - 1)]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, each * (count - 2) - x.shape[2]), (0, 0)), constant_values=1)
+    return jnp.prod(x.reshape(*x.shape[:2], count - 2, each, -1), axis=3)[..., None]
 
 
 def run(
@@ -234,14 +238,17 @@ def run(
     how = Scan(count, warpgroups, depth, save_states=save_states)
     start = state[:, :, None]
     if count > 1:
-        ends = states.scan(problem, replace(how, outputs=False, save_states=False), prepared, None, interpret)["end"]
-        if problem.erases:
+        part = replace(how, outputs=False, save_states=False, last=count - 1)
+        rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
+        ends = states.scan(problem, part, prepared, jnp.concatenate([start, rest], axis=2), interpret)["end"]
+        moves = None
+        if problem.erases and count > 2:
             narrow = warpgroups if problem.key_pieces % warpgroups == 0 else 1
-            identity = replace(how, warpgroups=narrow, outputs=False, save_states=False, identity=True)
-            moves = states.scan(problem, identity, prepared, None, interpret)["end"]
-        else:
+            part = replace(part, warpgroups=narrow, identity=True, first=1)
+            moves = states.scan(problem, part, prepared, None, interpret)["end"]
+        elif count > 2:
             moves = _carried(problem, prepared, count)
-        start = _join(problem, state, moves, ends)
+        start = _join(state, ends, moves)
     return states.scan(problem, how, prepared, start, interpret)
 
 
@@ -345,6 +352,6 @@ def unsupported(
     dtypes = {"q": q.dtype, "k": q.dtype, "v": v.dtype} | {
         n: x.dtype for n, x in gates.items() if rule.axis[n] != "head"
     }
-    if workers_for(Layout(problem, rule, dtypes)) == 0 or states.choose(problem, 1) is None:
+    if Layout(problem, rule, dtypes).workers == 0 or states.choose(problem, 1) is None:
         return f"K = {key_dim} and V = {value_dim} in {q.dtype} need more shared memory than a multiprocessor has"
     return None

@@ -7,9 +7,9 @@
 so that the scan over chunks (states.py) is left with U = U0 - W S, O = Q S + P U and S' = gamma S + K^T U.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,92 +17,43 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pages import PAGE, Pages, memory, pages_of
+from pallas_kernels.layout import Layout, head_gates
+from pallas_kernels.pages import Pages, memory
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.scores import SCALE, channel_scores, selections, store_log_decay, summed
+from pallas_kernels.scores import SCALE, Piece, channel_scores, log_numbers, scaled, selections, store_log_decay, store_parts, summed
 from pallas_kernels.tiles import (
     COL,
-    SMEM_LIMIT,
+    ROW,
     TILE,
     C,
     Numbers,
     cols,
-    iotas,
     product,
     put,
     rows,
+    smem,
     split,
-    take,
     transposed,
     vector,
     zeros,
 )
 from pallas_kernels.triangular import invert
 
-RESERVED = 4096
-"""Bytes of shared memory left to barriers and to the compiler's reductions."""
+PROCESSORS = 132
+"""Multiprocessors of a full Hopper chip."""
 
 
-class Layout:
-    """Which pages of shared memory hold what, for one worker.
-
-    q, k, e: one operand for each piece of 64 key channels. Then the scratch pages: log_decay while there are scores to
-    compute, then the two operands of the inverse, then values and their gates. The scaled keys of a level, later P,
-    have an operand of their own.
-    """
-
-    def __init__(self, problem: Problem, rule: TiledRule, gates: Mapping[str, Any]) -> None:
-        parts, pieces = problem.numbers.parts, problem.key_pieces
-        taken = 0
-
-        def take_pages(count: int) -> int:
-            nonlocal taken
-            start = -(-taken // 2) * 2 if count > 1 else taken
-            taken = start + count
-            return start
-
-        def run(each: int) -> list[int]:
-            return [take_pages(each) for _ in range(pieces)]
-
-        self.q, self.k = run(parts), run(parts)
-        self.e = run(parts) if problem.erases else []
-        self.key_gates = [n for n in _channel(rule, "k") + _channel(rule, "e") if n in gates]
-        self.key_gates = list(dict.fromkeys(self.key_gates))
-        self.landing: dict[str, list[int]] = {"q": self.q, "k": self.k}
-        for name in self.key_gates:
-            each = pages_of(gates[name])
-            free = problem.erases and each <= parts and self.e not in self.landing.values()
-            self.landing[name] = self.e if free else run(each)
-        scratch = take_pages(2)
-        taken = scratch
-        self.log_decay = scratch
-        self.decay_gates = {}
-        if problem.decay == "key":
-            taken = scratch + 2
-            for index, name in enumerate(_channel(rule, "log_decay")):
-                self.decay_gates[name] = scratch if index == 0 else take_pages(pages_of(gates[name]))
-        most = taken
-        self.x, self.l = scratch, scratch + parts
-        most = max(most, scratch + 2 * parts if problem.erases else taken)
-        taken = scratch + parts
-        self.z = scratch
-        self.value_gates = {n: take_pages(pages_of(gates[n])) for n in _channel(rule, "z") if n in gates}
-        self.pages = -(-max(most, taken) // 2) * 2
-        self.parts = parts
-
-    @property
-    def bytes(self) -> int:
-        return (self.pages + self.parts) * PAGE
+STEPS = 6
+"""Steps of a chunk between which addresses are forgotten."""
 
 
-def _channel(rule: TiledRule, output: str) -> list[str]:
-    """The gates with one number per channel that an output reads."""
-    return [n for n in rule.arguments.get(output, ()) if n not in ("q", "k", "v") and rule.axis[n] != "head"]
+class Barriers(NamedTuple):
+    """What has landed: q, k and the gates of e; log_decay; v and its gates, by the place where they land."""
 
-
-def _head_gates(rule: TiledRule, *outputs: str) -> list[str]:
-    return [n for o in outputs for n in rule.arguments.get(o, ()) if rule.axis[n] == "head"]
+    keys: Any
+    decay: Any
+    values: Callable[[int], Any]
 
 
 class Chunk:
@@ -114,251 +65,301 @@ class Chunk:
         rule: TiledRule,
         layout: Layout,
         inputs: Mapping[str, Any],
-        pages: Pages,
-        scaled: Pages,
-        barriers: tuple[Any, Any, Any],
+        shared: Callable[[Any], tuple[Pages, Barriers]],
         place: tuple[Any, Any, Any],
+        counts: tuple[Array, Array],
+        vectors: dict[str, Array] | None = None,
     ) -> None:
-        self.problem, self.rule, self.layout, self.inputs, self.pages = problem, rule, layout, inputs, pages
-        self.scaled = scaled
-        self.bar_keys, self.bar_decay, self.bar_values = barriers
+        self.counts = counts
+        self.problem, self.rule, self.layout, self.inputs = problem, rule, layout, inputs
+        self.shared = shared
         self.batch, self.head, self.index = place
         self.numbers = problem.numbers
         self.tokens = pl.ds(self.index * C, C)
+        self.vectors = {} if vectors is None else vectors
+        self.forget_addresses(0)
+
+    def forget_addresses(self, step: int) -> None:
+        """Shared memory from here on, by addresses that the compiler cannot know to be those of another step: it would
+        keep every one of them in registers to the end of the chunk."""
+        self.pages, self.barriers = self.shared(self.vectors.get(f"nothing{step}", 0))
+
+    # Device memory.
 
     def head_of(self, heads: int) -> Any:
         """The head of an array with fewer heads: each serves several."""
         share = self.problem.value_heads // heads
         return self.head if share == 1 else lax.div(self.head, jnp.int32(share))
 
-    def tile(self, name: str, piece: int) -> Any:
+    def load_vectors(self, again: bool = False) -> dict[str, Array]:
+        """One number for each token. Those along rows are loaded a chunk ahead, because nothing else waits for device
+        memory; those along columns take too many registers for that."""
+        found: dict[str, Array] = {}
+        if not again:
+            found |= {f"nothing{step}": self.inputs["nothing"][step] for step in range(STEPS)}
+        for name in vector_names(self.problem, self.rule):
+            if name.endswith("_again") == again:
+                ref = self.inputs[name]
+                head = () if len(ref.shape) == 2 else (self.head_of(ref.shape[1]),)
+                found[name] = vector(ref.at[(self.batch, *head, self.tokens)], COL if again else ROW)
+        return found
+
+    def fetch(self, name: str, page: Any, piece: Any, barrier: Any) -> None:
         ref = self.inputs[name]
-        return ref.at[self.batch, self.tokens, self.head_of(ref.shape[2]), pl.ds(piece * C, C)]
+        source = ref.at[self.batch, self.tokens, self.head_of(ref.shape[2]), pl.ds(piece * C, C)]
+        plgpu.copy_gmem_to_smem(source, self.pages.tile(page, ref.dtype), barrier)
 
-    def per_token(self, name: str, layout: Any = None) -> Array:
-        """C numbers of a [B, T] or [B, H, T] array."""
-        ref = self.inputs[name]
-        index = (self.batch, self.tokens) if len(ref.shape) == 2 else (self.batch, self.head_of(ref.shape[1]), self.tokens)
-        return vector(ref.at[index], *(() if layout is None else (layout,)))
+    def fetch_keys(self, names: tuple[str, ...]) -> None:
+        """Starts the copies of some of q, k and the gates of e, all channels."""
+        for name in names:
+            first, step = self.layout.keys[name]
+            for piece in range(self.problem.key_pieces):
+                self.fetch(name, first + piece * step, piece, self.barriers.keys)
 
-    def per_chunk(self, name: str) -> Array:
-        ref = self.inputs[name]
-        index = (self.batch, self.index) if len(ref.shape) == 2 else (self.batch, self.head_of(ref.shape[1]), self.index)
-        return ref[index]
+    def fetch_decay(self) -> None:
+        for name, (first, step) in self.layout.decay.items():
+            for piece in range(self.problem.key_pieces):
+                self.fetch(name, first + piece * step, piece, self.barriers.decay)
 
-    def fetch(self, name: str, page: int, piece: int, barrier: Any) -> None:
-        plgpu.copy_gmem_to_smem(self.tile(name, piece), self.pages.tile(page, self.inputs[name].dtype), barrier)
+    def fetch_values(self, start: int) -> None:
+        """As many pieces of v and its gates as q has pages for, from piece `start` on."""
+        for slot in range(min(self.problem.key_pieces, self.problem.value_pieces - start)):
+            for name, (first, step) in self.layout.values.items():
+                self.fetch(name, first + slot * step, start + slot, self.barriers.values(slot))
 
-    def landed(self, name: str, page: int) -> Array:
+    # Tiles.
+
+    def landed(self, name: str, page: Any) -> Array:
         """A tile as it came, in float32, zeros for tokens that are not valid."""
         ref = self.pages.tile(page, self.inputs[name].dtype)
         return self.valid(plgpu.load(ref, layout=TILE, optimized=False).astype(jnp.float32))
 
+    def numbered(self) -> tuple[Array, Array]:
+        """Row and column numbers of a tile, made of loaded numbers: a compiler that can compute them computes them, and
+        masks made of them, before the loop over chunks, and then has no registers left inside it."""
+        return rows(self.counts[0] + self.vectors["nothing0"], C), cols(self.counts[1], C)
+
     def valid(self, x: Array) -> Array:
         if not self.problem.masked:
             return x
-        keep = self.per_token("valid")
+        keep = self.vectors["valid"]
         return jnp.where((rows(keep, x.shape[1]) if x.ndim == 2 else keep) > 0, x, 0.0)
 
     def gates(self, *outputs: str) -> dict[str, Array]:
         """Gates with one number per head, vectors."""
-        return {n: self.valid(self.per_token(n)) for n in _head_gates(self.rule, *outputs)}
+        return {n: self.valid(self.vectors[n]) for n in head_gates(self.rule, *outputs)}
 
     def output(self, output: str, tiles: Mapping[str, Array]) -> Array:
         """One of the rule's outputs, zeros for tokens that are not valid."""
         return self.valid(self.rule(output, tiles))
 
-    def fetch_keys(self) -> None:
-        for name, pages in self.layout.landing.items():
-            for piece, page in enumerate(pages):
-                self.fetch(name, page, piece, self.bar_keys)
+    def operand(self, first: int, piece: int = 0) -> Any:
+        return self.pages.operand(first + piece * self.layout.step, self.numbers)
 
-    def fetch_decay(self, piece: int) -> None:
-        for name, page in self.layout.decay_gates.items():
-            self.fetch(name, page, piece, self.bar_decay)
+    def operands(self, piece: int) -> tuple[Any, Any, Any]:
+        at = self.layout
+        e = self.operand(at.e, piece) if self.problem.erases else None
+        return self.operand(at.q, piece), self.operand(at.k, piece), e
 
-    def fetch_values(self, piece: int) -> None:
-        for name, page in {"v": self.layout.z, **self.layout.value_gates}.items():
-            self.fetch(name, page, piece, self.bar_values)
+    # Steps.
 
     def keys(self, piece: int) -> None:
         """q, k and e of 64 channels as operands, in the place of what landed there."""
-        layout, pages = self.layout, self.pages
         outputs = ("k", "e") if self.problem.erases else ("k",)
-        tiles = {n: self.landed(n, at[piece]) for n, at in layout.landing.items()} | self.gates(*outputs)
-        made = {o: self.output(o, tiles) for o in outputs}
-        put(pages.operand(layout.q[piece], self.numbers), tiles["q"], self.numbers)
-        put(pages.operand(layout.k[piece], self.numbers), made["k"], self.numbers)
-        if self.problem.erases:
-            put(pages.operand(layout.e[piece], self.numbers), made["e"], self.numbers)
+        tiles = {n: self.landed(n, first + piece * step) for n, (first, step) in self.layout.keys.items()}
+        tiles |= self.gates(*outputs)
+        made = {"q": tiles["q"]} | {o: self.output(o, tiles) for o in outputs}
+        for x, name in zip(self.operands(piece), ("q", "k", "e"), strict=True):
+            if x is not None:
+                put(x, made[name], self.numbers)
 
-    def operands(self, piece: int) -> tuple[Any, Any, Any]:
-        at, pages = self.layout, self.pages
-        e = pages.operand(at.e[piece], self.numbers) if self.problem.erases else None
-        return pages.operand(at.q[piece], self.numbers), pages.operand(at.k[piece], self.numbers), e
-
-    def same_segment(self) -> Array | None:
-        if not self.problem.segmented:
-            return None
-        return rows(self.per_token("runs"), C) == cols(self.per_token("runs_again", COL), C)
-
-    def head_scores(self) -> tuple[Array, ...]:
-        """P and L where all channels of a head decay together, or none does."""
-        totals = []
-        for which in (0, 2) if self.problem.erases else (0,):
-            terms = []
-            for piece in range(self.problem.key_pieces):
-                operands = self.operands(piece)
-                terms.append((operands[which], transposed(operands[1])))
-            totals.append(product(self.numbers, *terms))
+    def head_scores(self, which: int) -> Array:
+        """P (which = 0) or L (2) where all channels of a head decay together, or none does."""
+        pieces = [self.operands(piece) for piece in range(self.problem.key_pieces)]
+        total = product(self.numbers, *((x[which], transposed(x[1])) for x in pieces))
         if self.problem.decay is None:
-            return tuple(totals)
-        r, c = iotas()
-        exponent = rows(self.per_token("prefix"), C) - cols(self.per_token("prefix_again", COL), C)
-        factor = jnp.exp2(jnp.where(r >= c, exponent, -jnp.inf))
-        return tuple(factor * x for x in totals)
+            return total
+        r, c = self.numbered()
+        exponent = rows(self.vectors["prefix"], C) - cols(self.vectors["prefix_again"], C)
+        return jnp.exp2(jnp.where(r >= c, exponent, -jnp.inf)) * total
 
-    def scale_by_head(self) -> None:
+    def scale_by_head(self, piece: int) -> None:
         """Q, Gamma E and K in the place of q, e and k."""
-        decays = self.problem.decay is not None
-        into = self.per_token("into") if decays else None
-        out_of = self.per_token("out_of") if decays else None
-        for piece in range(self.problem.key_pieces):
-            q, k, e = self.operands(piece)
-            x = take(q) * self.problem.scale
-            put(q, x * rows(into, C) if decays else x, self.numbers)
-            if decays:
-                put(k, take(k) * rows(out_of, C), self.numbers)
-                if e is not None:
-                    put(e, take(e) * rows(into, C), self.numbers)
-
-    def channel_piece(self, piece: int, sums: tuple[Array, ...], gamma: Any) -> tuple[Array, ...]:
-        """Adds the scores of 64 channels; then Q, Gamma E and K in the place of q, e and k, and gamma to memory."""
-        pages, layout, numbers = self.pages, self.layout, self.numbers
-        c = iotas()[1]
-        log_decay = tuple(pages.tile(layout.log_decay + part, jnp.float16) for part in (0, 1))
-        tiles = {n: self.landed(n, page) for n, page in layout.decay_gates.items()} | self.gates("log_decay")
-        store_log_decay(self.output("log_decay", tiles), log_decay, numbers.parts)
-        plgpu.commit_smem()
         q, k, e = self.operands(piece)
-        kx, kx_wide = self.scaled.operand(0, numbers), self.scaled.operand(0, Numbers(jnp.bfloat16))
-        select = self.inputs["select"]
-        sums = channel_scores(numbers, q, k, e, log_decay, select, kx, kx_wide, sums)
+        if self.problem.decay is None:
+            store_parts(q, scaled(q, zeros((C, C)) + self.problem.scale, self.numbers))
+            return
+        self.scale_operands((q, k, e), rows(self.vectors["into"], C), rows(self.vectors["out_of"], C))
 
-        last = select.shape[0]
-        into = jnp.exp2(summed(select.at[last - 2], log_decay, numbers.interpret))
-        if self.problem.segmented:
-            into = into * rows(self.per_token("into"), C)
-        put(q, take(q) * (self.problem.scale * into), numbers)
-        if e is not None:
-            put(e, take(e) * into, numbers)
-        out_of = jnp.exp2(summed(select.at[last - 1], log_decay, numbers.interpret))
-        if self.problem.segmented:
-            out_of = out_of * rows(self.per_token("out_of"), C)
-        put(k, take(k) * out_of, numbers)
+    def scale_operands(self, operands: tuple[Any, Any, Any], into: Array, out_of: Array) -> None:
+        """Q = scale Gamma q, K = tail k and Gamma E in the place of q, k and e."""
+        for x, factor in zip(operands, (into * self.problem.scale, out_of, into), strict=True):
+            if x is not None:
+                store_parts(x, scaled(x, factor, self.numbers))
+
+    def log_decays(self) -> list[Any]:
+        """log_decay as operands."""
+        numbers, layout = log_numbers(self.numbers), self.layout
+        made = []
+        for piece in range(self.problem.key_pieces):
+            tiles = {n: self.landed(n, first + piece * step) for n, (first, step) in layout.decay.items()}
+            made.append(self.pages.operand(layout.scratch + piece * layout.scratch_step, numbers))
+            store_log_decay(self.output("log_decay", tiles | self.gates("log_decay")), made[-1], self.numbers)
+        plgpu.commit_smem()
+        return made
+
+    def channel_scores(self, log_decays: list[Any], select: Callable[[Any], Any]) -> tuple[Array, ...]:
+        """P and L with one decay per channel."""
+        layout, numbers = self.layout, self.numbers
+        pieces = []
+        for piece, log_decay in enumerate(log_decays):
+            page = layout.scratch + piece * layout.scratch_step + numbers.parts
+            room = self.pages.operand(page, numbers), self.pages.operand(page, Numbers(jnp.bfloat16))
+            pieces.append(Piece(*self.operands(piece), log_decay, *room))
+        return channel_scores(numbers, pieces, select, self.numbered())
+
+    def scale_by_channel(self, piece: int, log_decay: Any, select: Callable[[Any], Any], gamma: Any) -> None:
+        """Q, Gamma E and K in the place of q, e and k; gamma to device memory."""
+        numbers, layout = self.numbers, self.layout
+        count = self.inputs["select"].shape[0]
         # The whole chunk's decay as one number per row of a transposed product: no sum across warps.
-        ones = self.scaled.tile(0, jnp.float16)
-        ones[...] = plgpu.layout_cast(jnp.full((C, C), 1.0 / SCALE, jnp.float16), TILE)
+        ones = self.pages.tile(layout.ones, jnp.float16)
+        if piece == 0:
+            ones[...] = plgpu.layout_cast(jnp.full((C, C), 1.0 / SCALE, jnp.float16), TILE)
+        into = jnp.exp2(summed(select(count - 2), log_decay, numbers))
+        out_of = jnp.exp2(summed(select(count - 1), log_decay, numbers))
+        if self.problem.segmented:
+            into, out_of = into * rows(self.vectors["into"], C), out_of * rows(self.vectors["out_of"], C)
+        self.scale_operands(self.operands(piece), into, out_of)
         plgpu.commit_smem()
         one = Numbers(jnp.float16, 1, numbers.interpret)
         total = product(one, *(((part.T,), (ones,)) for part in log_decay))
-        total = jnp.exp2(jnp.sum(jnp.where(c == 0, total, 0.0), axis=1))
+        total = jnp.exp2(jnp.sum(jnp.where(self.numbered()[1] == 0, total, 0.0), axis=1))
+        gamma[...] = total * self.inputs["through"][self.batch, self.index] if self.problem.segmented else total
+
+    def inside(self, x: Array, diagonal: bool) -> Array:
+        """Keeps the pairs with j <= i (or j < i) of one segment."""
+        r, c = self.numbered()
+        mask = r >= c if diagonal else r > c
         if self.problem.segmented:
-            total = total * self.per_chunk("through")
-        gamma[...] = total
-        return sums
+            mask &= rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C)
+        return jnp.where(mask, x.astype(jnp.float32), 0.0)
 
-    def mask_scores(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Keeps j <= i in P, times the scale, and j < i in L; both inside a segment."""
-        r, c = iotas()
-        same = self.same_segment()
-        masks = (r >= c, r > c) if same is None else ((r >= c) & same, (r > c) & same)
-        sums = tuple(jnp.where(mask, x, 0.0) for mask, x in zip(masks, sums, strict=False))
-        return (sums[0] * self.problem.scale, *sums[1:])
+    def store_scores(self, scores: Array) -> None:
+        put(self.operand(self.layout.p), self.inside(scores, True) * self.problem.scale, self.numbers)
 
-    def invert(self, lower: Array) -> tuple[Array, ...]:
+    def invert(self, lower: Array, meanwhile: Callable[[], None]) -> tuple[Array, ...]:
         """A as the parts of an operand in registers."""
-        numbers = Numbers(jnp.float16, self.numbers.parts, self.numbers.interpret)
-        x, l = (self.pages.operand(page, numbers) for page in (self.layout.x, self.layout.l))
-        return split(invert(lower, x, l, numbers), self.numbers)
+        numbers = log_numbers(self.numbers)
+        x, l = self.pages.operand(self.layout.x, numbers), self.pages.operand(self.layout.l, numbers)
+        return split(invert(lower, x, l, numbers, meanwhile, self.numbered()), self.numbers)
 
-    def values(self, inverse: tuple[Array, ...] | None) -> Any:
+    def values(self, slot: int, inverse: tuple[Array, ...] | None) -> Any:
         """U0 of 64 value channels, in the place where v landed."""
-        layout = self.layout
-        tiles = {"v": self.landed("v", layout.z)} | self.gates("z")
-        tiles |= {n: self.landed(n, page) for n, page in layout.value_gates.items()}
-        z = self.pages.operand(layout.z, self.numbers)
-        put(z, self.output("z", tiles), self.numbers)
-        if inverse is not None:
-            plgpu.commit_smem()
-            put(z, product(self.numbers, (inverse, z)), self.numbers)
+        tiles = {n: self.landed(n, first + slot * step) for n, (first, step) in self.layout.values.items()}
+        u = self.operand(self.layout.q, slot)
+        put(u, self.output("z", tiles | self.gates("z")), self.numbers)
         plgpu.commit_smem()
-        return z
-
-    def erase(self, piece: int, inverse: tuple[Array, ...]) -> Any:
-        """W of 64 key channels, in the place of Gamma E."""
-        e = self.operands(piece)[2]
-        put(e, product(self.numbers, (inverse, e)), self.numbers)
-        return e
+        if inverse is not None:
+            put(u, product(self.numbers, (inverse, u)), self.numbers)
+            plgpu.commit_smem()
+        return u
 
 
-def _run(chunk: Chunk, outputs: Mapping[str, Any]) -> None:
-    """One chunk from device memory to device memory."""
-    problem, numbers = chunk.problem, chunk.numbers
+def vector_names(problem: Problem, rule: TiledRule) -> list[str]:
+    """The inputs with one number for each token."""
+    outputs = ("k", "e", "z", "log_decay") if problem.decay == "key" else ("k", "e", "z")
+    names = head_gates(rule, *outputs) + (["valid"] if problem.masked else [])
+    if problem.decay == "head":
+        names += ["prefix", "prefix_again", "into", "out_of"]
+    if problem.segmented:
+        names += ["runs", "runs_again"] + (["into", "out_of"] if problem.decay == "key" else [])
+    return list(dict.fromkeys(names))
+
+
+def _run(
+    chunk: Chunk, following: Chunk, more: Any, select: Callable[[Any], Any], outputs: Mapping[str, Any]
+) -> dict[str, Array]:
+    """One chunk from device memory to device memory; starts copies of the following one where pages are free."""
+    problem, numbers, layout = chunk.problem, chunk.numbers, chunk.layout
+    pieces = range(problem.key_pieces)
     place = (chunk.batch, chunk.head, chunk.tokens)
 
     def store(source: Any, name: str, piece: int) -> None:
         for part, ref in enumerate(source):
             plgpu.copy_smem_to_gmem(ref, outputs[name].at[part, *place, pl.ds(piece * C, C)])
 
-    chunk.fetch_keys()
-    if problem.decay == "key":
-        chunk.fetch_decay(0)
-    plgpu.barrier_wait(chunk.bar_keys)
-    for piece in range(problem.key_pieces):
+    early = ("k",) if layout.keys_are_free else ()
+    late = ("q",) if layout.keys_are_free else ("q", "k")
+    others = tuple(n for n in layout.keys if n not in ("q", "k"))
+    ahead = following.load_vectors()
+    chunk.vectors = chunk.vectors | chunk.load_vectors(again=True)
+    plgpu.barrier_wait(chunk.barriers.keys)
+    for piece in pieces:
         chunk.keys(piece)
-    plgpu.commit_smem()
+    chunk.forget_addresses(1)
     if problem.decay == "key":
-        sums = tuple(zeros((C, C)) for _ in range(2 if problem.erases else 1))
-        for piece in range(problem.key_pieces):
-            plgpu.barrier_wait(chunk.bar_decay)
+        plgpu.barrier_wait(chunk.barriers.decay)
+        log_decays = chunk.log_decays()
+        scores, *lower = chunk.channel_scores(log_decays, select)
+        chunk.store_scores(scores)
+        for piece in pieces:
             gamma = outputs["gamma"].at[chunk.batch, chunk.head, chunk.index, pl.ds(piece * C, C)]
-            sums = chunk.channel_piece(piece, sums, gamma)
-            if piece + 1 < problem.key_pieces:
-                chunk.fetch_decay(piece + 1)
+            chunk.scale_by_channel(piece, log_decays[piece], select, gamma)
     else:
-        sums = chunk.head_scores()
-        chunk.scale_by_head()
-    sums = chunk.mask_scores(sums)
-    scores = chunk.scaled.operand(0, numbers)
-    put(scores, sums[0], numbers)
+        plgpu.commit_smem()
+        chunk.store_scores(chunk.head_scores(0))
+        lower = [chunk.head_scores(2)] if problem.erases else []
+        for piece in pieces:
+            chunk.scale_by_head(piece)
+    chunk.forget_addresses(2)
     plgpu.commit_smem()
-    store(scores, "p", 0)
-    for piece in range(problem.key_pieces):
+    store(chunk.operand(layout.p), "p", 0)
+    for piece in pieces:
         q, k, _ = chunk.operands(piece)
         store(q, "q", piece)
         store(k, "k", piece)
-    inverse = chunk.invert(sums[1]) if problem.erases else None
-    plgpu.commit_smem()
-    chunk.fetch_values(0)
-    if inverse is not None:
-        for piece in range(problem.key_pieces):
-            chunk.erase(piece, inverse)
+
+    def values_in() -> None:
+        following.forget_addresses(3)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        chunk.fetch_values(0)
+        pl.when(more)(lambda: following.fetch_keys(early))
+
+    inverse = None
+    if problem.erases:
+        inverse = chunk.invert(chunk.inside(lower[0], False), values_in)
         plgpu.commit_smem()
-        for piece in range(problem.key_pieces):
-            store(chunk.operands(piece)[2], "w", piece)
-    for piece in range(problem.value_pieces):
-        plgpu.barrier_wait(chunk.bar_values)
-        store(chunk.values(inverse), "u", piece)
-        if piece + 1 < problem.value_pieces:
+    else:
+        values_in()
+    chunk.forget_addresses(4)
+    if problem.decay == "key":
+        pl.when(more)(following.fetch_decay)
+    for start in range(0, problem.value_pieces, len(pieces)):
+        count = min(len(pieces), problem.value_pieces - start)
+        for slot in range(count):
+            plgpu.barrier_wait(chunk.barriers.values(slot))
+            store(chunk.values(slot, inverse), "u", start + slot)
+        if start + count < problem.value_pieces:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            chunk.fetch_values(piece + 1)
-    plgpu.wait_smem_to_gmem(0)
-
-
-def workers_for(layout: Layout) -> int:
-    """Chunks that one multiprocessor works on at once."""
-    return max(0, min(3, (SMEM_LIMIT - RESERVED) // layout.bytes))
+            chunk.fetch_values(start + count)
+    chunk.forget_addresses(5)
+    if inverse is not None:
+        for piece in pieces:
+            e = chunk.operand(layout.e, piece)
+            put(e, product(numbers, (inverse, e)), numbers)
+        plgpu.commit_smem()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    following.forget_addresses(5)
+    pl.when(more)(lambda: following.fetch_keys(late))
+    if inverse is not None:
+        for piece in pieces:
+            store(chunk.operand(layout.e, piece), "w", piece)
+        if others:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if others:
+        pl.when(more)(lambda: following.fetch_keys(others))
+    return ahead
 
 
 def prepare(
@@ -376,57 +377,85 @@ def prepare(
         valid [B, T']; where some clear the state: runs, runs_again [B, T'], and with a decay per channel into, out_of
         [B, T'] and through [B, chunks], zeros where the state is cleared on the way.
     """
+    inputs = {**inputs, "nothing": jnp.zeros(STEPS, jnp.int32), "numbers": jnp.arange(C, dtype=jnp.int32), "numbers_again": jnp.arange(C, dtype=jnp.int32)}
     layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()})
-    workers = workers_for(layout) if workers is None else workers
-    inputs = dict(inputs)
+    workers = layout.workers if workers is None else workers
     if problem.decay == "key":
         inputs["select"] = jnp.asarray(selections(problem.numbers.parts))
     names = list(inputs)
-    shape = (problem.numbers.parts, problem.batch, problem.value_heads, problem.chunks * C)
-    dtype = problem.numbers.dtype
-    out = {
-        "q": jax.ShapeDtypeStruct((*shape, problem.key_dim), dtype),
-        "k": jax.ShapeDtypeStruct((*shape, problem.key_dim), dtype),
-        "p": jax.ShapeDtypeStruct((*shape, C), dtype),
-        "u": jax.ShapeDtypeStruct((*shape, problem.value_dim), dtype),
-    }
-    if problem.erases:
-        out["w"] = jax.ShapeDtypeStruct((*shape, problem.key_dim), dtype)
-    if problem.decay == "key":
-        gamma = (problem.batch, problem.value_heads, problem.chunks, problem.key_dim)
-        out["gamma"] = jax.ShapeDtypeStruct(gamma, jnp.float32)
-    dtypes = list(dict.fromkeys([jnp.dtype(x) for x in (jnp.float32, jnp.float16, jnp.bfloat16)]))
-    halves = [jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)]
-    blocks = -(-problem.chunks // workers)
+    out = _outputs(problem)
+    dtypes = [jnp.dtype(x) for x in (jnp.float16, jnp.bfloat16, *((jnp.float32,) if layout.wide else ()))]
+    tasks = problem.batch * problem.value_heads * problem.chunks
+    blocks = min(PROCESSORS, -(-tasks // workers))
+    slots = min(problem.key_pieces, problem.value_pieces)
 
     def body(*refs: Any) -> None:
         given = dict(zip(names, refs, strict=False))
         results = dict(zip(out, refs[len(names) :], strict=False))
-        views, scaled, *barriers = refs[len(names) + len(out) :]
+        views, matrices, selected, keys, decay, values = refs[len(names) + len(out) :]
         worker = lax.axis_index("worker") if workers > 1 else jnp.int32(0)
-        index = lax.axis_index("block") * workers + worker
-        pages, scaled_pages = Pages(views, worker, dtypes), Pages(scaled, worker, halves)
-        place = (lax.axis_index("batch"), lax.axis_index("head"), index)
 
-        @pl.when(index < problem.chunks)
-        def _():
-            mine = tuple(b.at[worker] for b in barriers)
-            _run(Chunk(problem, rule, layout, given, pages, scaled_pages, mine, place), results)
+        def shared(nothing: Any) -> tuple[Pages, Barriers]:
+            mine = worker + nothing
+            barriers = Barriers(keys.at[mine], decay.at[mine], lambda slot: values.at[mine * slots + slot])
+            return Pages(views, mine, dtypes), barriers
 
-    keys = sum(len(at) for at in layout.landing.values())
+        counts = vector(given["numbers"]), vector(given["numbers_again"], COL)
+
+        def chunk(task: Any, vectors: dict[str, Array] | None = None) -> Chunk:
+            """Tasks are numbered head first: what runs at the same time lies side by side in memory."""
+            rest, head = lax.div(task, problem.value_heads), lax.rem(task, problem.value_heads)
+            place = (lax.div(rest, problem.chunks), head, lax.rem(rest, problem.chunks))
+            return Chunk(problem, rule, layout, given, shared, place, counts, vectors)
+
+        first = worker * blocks + lax.axis_index("block")
+        stride = blocks * workers
+
+        def start() -> None:
+            chunk(first).fetch_keys(tuple(layout.keys))
+            if problem.decay == "key":
+                chunk(first).fetch_decay()
+
+        pl.when(first < tasks)(start)
+        if layout.selections:
+
+            @pl.when(worker == 0)
+            def _() -> None:
+                for index in range(layout.selections):
+                    plgpu.copy_gmem_to_smem(given["select"].at[index], matrices.at[index], selected)
+
+            plgpu.barrier_wait(selected)
+
+        def step(i: Any, vectors: dict[str, Array]) -> dict[str, Array]:
+            task = first + i * stride
+            def select(index: Any) -> Any:
+                if layout.selections:
+                    return matrices.at[index + vectors["nothing1"]]
+                return plgpu.load(given["select"].at[index], layout=TILE, optimized=False)
+
+            more = task + stride < tasks
+            following = chunk(jnp.where(more, task + stride, task), vectors)
+            return _run(chunk(task, vectors), following, more, select, results)
+
+        count = lax.div(jnp.maximum(tasks - first + stride - 1, 0), jnp.int32(stride))
+        lax.fori_loop(0, count, step, chunk(jnp.minimum(first, tasks - 1)).load_vectors())
+        plgpu.wait_smem_to_gmem(0)
+
+    copies = problem.key_pieces * len(layout.keys)
     barrier = partial(plgpu.Barrier, num_barriers=workers)
     threads = {"num_threads": workers, "thread_name": "worker"} if workers > 1 else {}
     made = plgpu.kernel(
         body,
         out_type=list(out.values()),
-        grid=(problem.batch, blocks, problem.value_heads),
-        grid_names=("batch", "block", "head"),
+        grid=(blocks,),
+        grid_names=("block",),
         scratch_types=[
             memory(workers, layout.pages, dtypes),
-            memory(workers, layout.parts, halves),
-            barrier(num_arrivals=keys),
-            barrier(num_arrivals=max(1, len(layout.decay_gates))),
-            barrier(num_arrivals=1 + len(layout.value_gates)),
+            smem((max(1, layout.selections), C, C), jnp.float16) if layout.selections else smem((1, 8, C), jnp.float16),
+            plgpu.Barrier(num_arrivals=max(1, layout.selections)),
+            barrier(num_arrivals=copies),
+            barrier(num_arrivals=max(1, len(layout.decay) * problem.key_pieces)),
+            plgpu.Barrier(num_arrivals=len(layout.values), num_barriers=workers * slots),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, reduction_scratch_bytes=1024
@@ -435,4 +464,16 @@ def prepare(
         **threads,
     )(*inputs.values())
     return dict(zip(out, made, strict=True))
+
+
+def _outputs(problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = (problem.numbers.parts, problem.batch, problem.value_heads, problem.chunks * C)
+    widths = {"q": problem.key_dim, "k": problem.key_dim, "p": C, "u": problem.value_dim}
+    if problem.erases:
+        widths["w"] = problem.key_dim
+    out = {n: jax.ShapeDtypeStruct((*shape, width), problem.numbers.dtype) for n, width in widths.items()}
+    if problem.decay == "key":
+        gamma = (problem.batch, problem.value_heads, problem.chunks, problem.key_dim)
+        out["gamma"] = jax.ShapeDtypeStruct(gamma, jnp.float32)
+    return out
 

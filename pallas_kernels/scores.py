@@ -7,27 +7,31 @@ L_s = (e exp D)(k exp D)^T. D is itself a product of a matrix of zeros and ones 
 
 With operands of two parts the levels go down to s = 1, for any log_decay. With one part they stop at 8, and the pairs
 inside a block of 8 tokens are referenced to its middle, by exp D and exp -D in bfloat16: finite because a step decays
-by 2^-31 at most (`FLOOR`), which stands for every stronger decay.
+by 2^-31 at most (`floor`), which stands for every stronger decay.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import TILE, C, Numbers, Operand, iotas, product, put, split, take, transposed
+from pallas_kernels.tiles import TILE, C, Numbers, Operand, product, products, put, split, take, transposed
 
 LOG2_E = 1.4426950408889634
 SCALE = 512.0
-"""log_decay is kept as SCALE log2(exp(log_decay)) in two float16 parts: 22 bits, 1e-10 next to 0."""
-
-PAIR = Numbers(jnp.float16, parts=2)
-"""The format of log_decay."""
+"""log_decay is kept as SCALE log2(exp(log_decay)) in float16, one or two parts: a relative error of 2^-12 (an error of
+2^-12 x in a decay exp(-x), at most 1e-4) or 2^-22, and 1e-10 next to 0."""
 
 DIAGONAL = 8
 """Width of the blocks referenced to their middle."""
+
+
+def log_numbers(numbers: Numbers) -> Numbers:
+    """The format of log_decay."""
+    return Numbers(jnp.float16, numbers.parts, numbers.interpret)
 
 
 def floor(parts: int) -> float:
@@ -55,74 +59,79 @@ def selections(parts: int) -> np.ndarray:
     return (np.stack(made) / SCALE).astype(np.float16)
 
 
-def store_log_decay(log_decay: Array, into: Operand, parts: int) -> None:
-    put(into, jnp.maximum(log_decay * LOG2_E, floor(parts)) * SCALE, PAIR)
+def store_log_decay(log_decay: Array, into: Operand, numbers: Numbers) -> None:
+    put(into, jnp.maximum(log_decay * LOG2_E, floor(numbers.parts)) * SCALE, log_numbers(numbers))
 
 
-def summed(select: Any, log_decay: Operand, interpret: bool) -> Array:
-    """log2 of the decays that a matrix of `selections` picks, [C, D]."""
-    a = (plgpu.load(select, layout=TILE, optimized=False),)
-    return product(Numbers(jnp.float16, 1, interpret), *((a, (part,)) for part in log_decay))
+def summed(select: Any, log_decay: Operand, numbers: Numbers) -> Array:
+    """log2 of the decays that a matrix of `selections` picks, [C, D].
+
+    select: in shared memory, or in device memory.
+    """
+    return product(Numbers(jnp.float16, 1, numbers.interpret), *(((select,), (part,)) for part in log_decay))
 
 
-def _scaled(x: Operand, factor: Array, numbers: Numbers) -> tuple[Array, ...]:
+def scaled(x: Operand, factor: Array, numbers: Numbers) -> tuple[Array, ...]:
     """x factor as parts; float16 numbers are multiplied as they are, others in float32."""
     if numbers.parts == 1 and jnp.dtype(numbers.dtype) == jnp.float16:
         return (plgpu.load(x[0], layout=TILE, optimized=False) * factor.astype(numbers.dtype),)
     return split(take(x) * factor, numbers)
 
 
-def _store(x: Operand, parts: tuple[Array, ...]) -> None:
+def store_parts(x: Operand, parts: tuple[Array, ...]) -> None:
     for ref, part in zip(x, parts, strict=True):
         ref[...] = part
 
 
-def channel_scores(
-    numbers: Numbers,
-    q: Operand,
-    k: Operand,
-    e: Operand | None,
-    log_decay: Operand,
-    select: Any,
-    kx: Operand,
-    kx_wide: Operand,
-    sums: tuple[Array, ...],
-) -> tuple[Array, ...]:
-    """Adds the scores of 64 key channels to `sums`: P, or P and L where something is erased (float32, [C, C]).
+class Piece(NamedTuple):
+    """64 key channels: q, k, e, log_decay as operands; memory for the scaled keys of a level, and as bfloat16."""
 
-    q, k, e: [C, 64] operands; log_decay: its two parts; select: `selections`; kx: shared memory of one operand,
-    overwritten, and kx_wide the same memory as bfloat16.
+    q: Operand
+    k: Operand
+    e: Operand | None
+    log_decay: Operand
+    scaled: Operand
+    scaled_wide: Operand
+
+
+def channel_scores(
+    numbers: Numbers, pieces: Sequence[Piece], select: Callable[[Any], Any], numbered: tuple[Array, Array]
+) -> tuple[Array, ...]:
+    """P, or P and L where something is erased, [C, C] float32; wrong above the diagonal, and L on it.
+
+    select: a matrix of `selections` by number; numbered: row and column numbers.
     """
-    left = (q,) if e is None else (q, e)
-    r, c = iotas()
+    r, c = numbered
     steps = levels(numbers.parts)
+
+    def pairs(index: Any, wide: bool) -> list[Array]:
+        """One level: the products of all pieces. One thing after the other: registers are what is scarce."""
+        kind = Numbers(jnp.bfloat16, 1, numbers.interpret) if wide else numbers
+        left: list[list[Any]] = []
+        for piece in pieces:
+            exponent = summed(select(index), piece.log_decay, numbers)
+            target = piece.scaled_wide if wide else piece.scaled
+            factor = jnp.exp2(exponent)
+            store_parts(target, scaled(piece.k, jnp.exp2(-exponent) if wide else factor, kind))
+            both = (piece.q,) if piece.e is None else (piece.q, piece.e)
+            left.append([scaled(x, factor, kind) for x in both])
+        plgpu.commit_smem()
+        targets = [transposed(p.scaled_wide if wide else p.scaled) for p in pieces]
+        return [product(kind, *zip(xs, targets, strict=True)) for xs in zip(*left, strict=True)]
 
     def level(index: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         half = jnp.right_shift(jnp.int32(C // 2), index)
-        factor = jnp.exp2(summed(select.at[index], log_decay, numbers.interpret))
-        _store(kx, _scaled(k, factor, numbers))
-        scaled = [_scaled(x, factor, numbers) for x in left]
-        plgpu.commit_smem()
+        made = pairs(index, wide=False)
         start = jnp.where(jnp.bitwise_and(r, half) != 0, jnp.bitwise_and(r, -2 * half), 2 * C)
         inside = (c >= start) & (c < start + half)
-        return tuple(
-            jnp.where(inside, total + product(numbers, (x, transposed(kx))), total)
-            for total, x in zip(sums, scaled, strict=True)
-        )
+        return tuple(jnp.where(inside, x.astype(total.dtype), total) for total, x in zip(sums, made, strict=True))
 
-    sums = lax.fori_loop(0, len(steps), level, tuple(sums))
     if numbers.parts == 2:
-        own = product(numbers, (q, transposed(k)))
-        return (jnp.where(r == c, sums[0] + own, sums[0]), *sums[1:])
-    wide = Numbers(jnp.bfloat16, 1, numbers.interpret)
-    exponent = summed(select.at[len(steps)], log_decay, numbers.interpret)
-    _store(kx_wide, split(take(k) * jnp.exp2(-exponent), wide))
-    factor = jnp.exp2(exponent)
-    scaled = [split(take(x) * factor, wide) for x in left]
-    plgpu.commit_smem()
-    start = jnp.bitwise_and(r, -DIAGONAL)
-    inside = ((c >= start) & (c <= r), (c >= start) & (c < r))
-    return tuple(
-        jnp.where(mask, total + product(wide, (x, transposed(kx_wide))), total)
-        for mask, total, x in zip(inside, sums, scaled, strict=False)
-    )
+        sums = products(numbers, [(piece.q, transposed(piece.k)) for piece in pieces])
+        if pieces[0].e is not None:
+            sums.append(sums[0])
+    else:
+        sums = pairs(len(steps), wide=True)
+    import os
+    kept = jnp.float16 if numbers.parts == 1 and len(sums) == 2 and not os.environ.get('PK32') else jnp.float32
+    return lax.fori_loop(0, len(steps), level, tuple(x.astype(kept) for x in sums))

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pages import PAGE, Pages, memory, pages_of
-from pallas_kernels.prepare import RESERVED
+from pallas_kernels.layout import RESERVED
 from pallas_kernels.problem import Problem
 from pallas_kernels.tiles import ROW, SMEM_LIMIT, TILE, C, iotas, product, put, rows, take, transposed, vector
 
@@ -28,7 +28,7 @@ class Scan:
     stretches: parts of a sequence that run at the same time. warpgroups: value tiles of a block. depth: chunks in
     flight. outputs: write O and the final state; otherwise only the state at the end of each stretch.
     identity: carry the columns of the identity through the chunks, with U0 = 0: the end is the stretch's transition.
-    save_states: also write the state before each chunk.
+    save_states: also write the state before each chunk. first, last: the stretches to run, all by default.
     """
 
     stretches: int
@@ -37,9 +37,16 @@ class Scan:
     outputs: bool = True
     identity: bool = False
     save_states: bool = False
+    first: int = 0
+    last: int | None = None
 
     def chunks(self, problem: Problem) -> int:
         return -(-problem.chunks // self.stretches)
+
+    @property
+    def count(self) -> int:
+        """Stretches that run."""
+        return (self.stretches if self.last is None else self.last) - self.first
 
 
 class Layout:
@@ -87,9 +94,9 @@ def scan(
     """Runs the chunks of each stretch in order.
 
     prepared: what `prepare` returns, and with a decay per head `carry` [B, heads, chunks], the decay across a chunk.
-    start: [B, HV, stretches, K, V], the states before each stretch; None for zeros (the identity if `how.identity`).
+    start: [B, HV, stretches that run, K, V], the states before each; None for zeros (the identity if `how.identity`).
     Returns:
-        out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches, K, V or K];
+        out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V or K];
         states [chunks, B, HV, K, V] with `how.save_states`.
     """
     numbers = problem.numbers
@@ -99,8 +106,8 @@ def scan(
     names += [] if how.identity else ["u"]
     inputs = {n: prepared[n] for n in names}
     if problem.decay is not None:
-        decay = "gamma" if problem.decay == "key" else "carry"
-        inputs[decay] = prepared[decay]
+        name = "gamma" if problem.decay == "key" else "carry"
+        inputs[name] = prepared[name]
     if start is not None:
         inputs["start"] = start
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
@@ -110,7 +117,7 @@ def scan(
         out["out"] = jax.ShapeDtypeStruct(shape, problem.dtype)
         out["end"] = jax.ShapeDtypeStruct(state_shape, jnp.float32)
     else:
-        shape = (*state_shape[:2], how.stretches, *state_shape[2:])
+        shape = (*state_shape[:2], how.count, *state_shape[2:])
         out["end"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
@@ -128,7 +135,7 @@ def scan(
         shared = Pages(shared_views, 0, [numbers.dtype])
         mine = Pages(own_views, me, dtypes)
         column = (lax.axis_index("tile") * how.warpgroups + me) * C
-        first = stretch * per_stretch
+        first = (stretch + how.first) * per_stretch
         last = jnp.minimum(first + per_stretch, problem.chunks)
 
         def shared_operand(slot: Any, which: int, piece: int = 0) -> Any:
@@ -172,14 +179,25 @@ def scan(
             if start is not None:
                 ref = given["start"].at[batch, head, stretch, pl.ds(piece * C, C), pl.ds(column, C)]
                 return plgpu.load(ref, layout=TILE, optimized=False)
-            r, c = iotas((C, C))
+            r, c = iotas()
             if how.identity:
                 return jnp.where(r + piece * C == c + column, 1.0, 0.0)
             return plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), TILE)
 
+        def decay(index: Any, piece: int) -> Any:
+            """gamma, a number for each row or one for all."""
+            if problem.decay == "key":
+                return vector(given["gamma"].at[batch, head, index, pl.ds(piece * C, C)], ROW)
+            if problem.decay == "head":
+                share = problem.value_heads // given["carry"].shape[1]
+                return given["carry"][batch, head if share == 1 else lax.div(head, jnp.int32(share)), index]
+            return None
+
         def step(number: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
             index = first + number
             slot = lax.rem(number, how.depth) if how.depth > 1 else 0
+            # Early: it waits for device memory.
+            kept = [decay(index, piece) for piece in range(problem.key_pieces)]
             state_s = [mine.operand(p * layout.parts, numbers) for p in range(problem.key_pieces)]
             for piece, x in enumerate(state):
                 put(state_s[piece], x, numbers)
@@ -228,12 +246,8 @@ def scan(
                 plgpu.commit_smem()
             after_state = []
             for piece, x in enumerate(state):
-                if problem.decay == "key":
-                    kept = vector(given["gamma"].at[batch, head, index, pl.ds(piece * C, C)], ROW)
-                    x = x * rows(kept, C)
-                elif problem.decay == "head":
-                    share = problem.value_heads // given["carry"].shape[1]
-                    x = x * given["carry"][batch, head if share == 1 else lax.div(head, jnp.int32(share)), index]
+                if kept[piece] is not None:
+                    x = x * (kept[piece] if problem.decay == "head" else rows(kept[piece], C))
                 key = transposed(shared_operand(slot, 1, piece))
                 after_state.append(product(numbers, (key, corrected), add_to=x))
             if how.warpgroups > 1:
@@ -251,7 +265,7 @@ def scan(
             place = (pl.ds(piece * C, C), pl.ds(column, C))
             if how.outputs:
 
-                @pl.when(last == problem.chunks)
+                @pl.when((last == problem.chunks) & (first < last))
                 def _(x: Array = x, place: Any = place) -> None:
                     results["end"].at[batch, head, *place][...] = x
             else:
@@ -263,7 +277,7 @@ def scan(
     made = plgpu.kernel(
         body,
         out_type=list(out.values()),
-        grid=(problem.batch, how.stretches, problem.value_heads, tiles),
+        grid=(problem.batch, how.count, problem.value_heads, tiles),
         grid_names=("batch", "stretch", "head", "tile"),
         scratch_types=[
             memory(1, layout.shared, [numbers.dtype]),

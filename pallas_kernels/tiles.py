@@ -116,9 +116,9 @@ def zeros(shape: tuple[int, ...]) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
 
 
-def iotas(shape: tuple[int, int] = (C, C)) -> tuple[Array, Array]:
+def iotas() -> tuple[Array, Array]:
     """Row and column numbers of a tile."""
-    return tuple(plgpu.broadcasted_iota(jnp.int32, shape, d, layout=TILE) for d in (0, 1))
+    return tuple(plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=TILE) for d in (0, 1))
 
 
 def _pairs(a: Operand, b: Operand) -> list[tuple[Any, Any]]:
@@ -132,18 +132,11 @@ def product(numbers: Numbers, *terms: tuple[Operand, Operand], add_to: Array | N
 
     a: [M, D] in shared memory or registers, b: [D, N] in shared memory.
     """
-    pairs = [pair for a, b in terms for pair in _pairs(a, b)]
-    shape = (pairs[0][0].shape[0], pairs[0][1].shape[1])
-    if numbers.interpret:
-        return _interpreted(pairs, shape, add_to)
-
-    def run(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
-        return acc[...]
-
     if add_to is None:
-        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+        return products(numbers, terms)[0]
+    pairs = [pair for a, b in terms for pair in _pairs(a, b)]
+    if numbers.interpret:
+        return add_to + _interpreted(pairs)
 
     def accumulate(acc):
         for a, b in pairs:
@@ -153,9 +146,25 @@ def product(numbers: Numbers, *terms: tuple[Operand, Operand], add_to: Array | N
     return pl.run_state(accumulate)(plgpu.ACC.init(add_to))
 
 
-def _interpreted(pairs: Sequence[tuple[Any, Any]], shape: tuple[int, int], add_to: Array | None) -> Array:
-    """The same in the CPU interpreter, which has neither operands in registers nor initialised accumulators."""
-    total = add_to
+def products(numbers: Numbers, *sums: Sequence[tuple[Operand, Operand]]) -> list[Array]:
+    """Several sums of products, in flight at the same time."""
+    groups = [[pair for a, b in terms for pair in _pairs(a, b)] for terms in sums]
+    if numbers.interpret:
+        return [_interpreted(pairs) for pairs in groups]
+
+    def run(*accumulators):
+        for acc, pairs in zip(accumulators, groups, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+        return [acc[...] for acc in accumulators]
+
+    shapes = [(pairs[0][0].shape[0], pairs[0][1].shape[1]) for pairs in groups]
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def _interpreted(pairs: Sequence[tuple[Any, Any]]) -> Array:
+    """A sum of products in the CPU interpreter, which has no operands in registers."""
+    total = None
     in_memory = [(a, b) for a, b in pairs if not isinstance(a, jax.Array)]
 
     def run(acc):
@@ -164,8 +173,8 @@ def _interpreted(pairs: Sequence[tuple[Any, Any]], shape: tuple[int, int], add_t
         return acc[...]
 
     if in_memory:
-        part = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-        total = part if total is None else total + part
+        shape = (in_memory[0][0].shape[0], in_memory[0][1].shape[1])
+        total = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
     for a, b in pairs:
         if isinstance(a, jax.Array):
             part = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
