@@ -5,6 +5,6 @@ This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 
 from pallas_kernels.forward import DTYPES, Forward, forward
 from pallas_kernels.inverse import unit_lower_inverse
-from pallas_kernels.supports import machine, supports
+from pallas_kernels.supports import GRID, machine, supports
 
-__all__ = ["DTYPES", "Forward", "forward", "machine", "supports", "unit_lower_inverse"]
+__all__ = ["DTYPES", "GRID", "Forward", "forward", "machine", "supports", "unit_lower_inverse"]

@@ -1,9 +1,9 @@
 """Which pages of shared memory hold what while a chunk is prepared, for one worker.
 
-    q, k, e     one operand for each piece of 64 key channels: q, k and the first gate of e land there, become operands,
-                and end as Q, K and W. Once Q and K have been stored, v lands in q's pages and its gate in k's.
-    scratch     log_decay and the scaled keys of one level, for each piece; then the two operands of the inverse, and P
-    landing     further gates
+q, k, e     one operand for each piece of 64 key channels: q, k and the first gate of e land there, become operands,
+            and end as Q, K and W. Once Q and K have been stored, v lands in q's pages and its gate in k's.
+scratch     log_decay and the scaled keys of one level, for each piece; then the two operands of the inverse, and P
+landing     further gates
 """
 
 from collections.abc import Mapping
@@ -36,11 +36,10 @@ class Layout:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         each = parts * pieces
         self.step = parts
-        self.most_workers = 2 if problem.erases else 3
         self.q, self.k, self.e = 0, each, 2 * each
         self.taken = (3 if problem.erases else 2) * each
         channels = problem.decay == "key"
-        # log_decay lands as float32 in two pages and stays as an operand in the first ones; one level's keys lie behind.
+        # log_decay lands as float32 in two pages and stays as an operand in the first; one level's keys lie behind.
         self.scratch_step = 2 * parts
         size = max(2, pieces) * self.scratch_step if channels else 3 * parts
         self.scratch = self._take(size, even=channels or parts == 2)
@@ -83,4 +82,4 @@ class Layout:
     def _workers(self) -> int:
         """Chunks that one multiprocessor works on at once; more would leave each too few registers."""
         free = SMEM_LIMIT - RESERVED - self.selections * PAGE
-        return min(self.most_workers, free // (self.pages * PAGE))
+        return min(3, free // (self.pages * PAGE))

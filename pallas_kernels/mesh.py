@@ -25,6 +25,7 @@ def without_axes(function: Callable[..., Any], *arguments: Any) -> Any:
     if not axes:
         return function(*arguments)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    # Within one jit: what is evaluated below is that call, not the equations inside, which would see the types again.
+    jaxpr, out = jax.make_jaxpr(jax.jit(function), return_shape=True)(*shapes)
     results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(out), [vary(x, axes) for x in results])

@@ -21,9 +21,14 @@ def pages_of(dtype: Any) -> int:
     return jnp.dtype(dtype).itemsize // 2
 
 
-def memory(workers: int, pages: int, dtypes: Sequence[Any]) -> Any:
-    """The shared memory of all workers of a block, with one view for each type."""
-    return plgpu.RefUnion(*(smem((workers, pages // pages_of(dtype), C, C), dtype) for dtype in dtypes))
+def memory(workers: int, pages: int, dtypes: Sequence[Any], interpret: bool) -> Any:
+    """The shared memory of all workers of a block, with one view for each type.
+
+    In the CPU interpreter the views are apart: a page is never read as another type than it was written as, and its
+    detection of races takes an access to any page of a union for an access to all of them.
+    """
+    views = [smem((workers, pages // pages_of(dtype), C, C), dtype) for dtype in dtypes]
+    return views if interpret else plgpu.RefUnion(*views)
 
 
 class Pages:

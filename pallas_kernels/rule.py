@@ -18,8 +18,44 @@ from pallas_kernels.tiles import C, rows
 OUTPUTS = ("k", "e", "z", "log_decay")
 
 ELEMENTWISE = frozenset(
-    "abs add add_any and clamp convert_element_type copy cos div eq exp exp2 ge gt integer_pow le log logistic lt max min "
-    "mul ne neg not or rsqrt select_n sign sin sqrt square stop_gradient sub tanh xor".split()
+    [
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "div",
+        "eq",
+        "exp",
+        "exp2",
+        "ge",
+        "gt",
+        "integer_pow",
+        "le",
+        "log",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "rsqrt",
+        "select_n",
+        "sign",
+        "sin",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tanh",
+        "xor",
+    ]
 )
 """What a rule's function may use: each lowers for a GPU, on tiles and on vectors."""
 
@@ -151,9 +187,9 @@ class TiledRule:
             need = _live(jaxpr)[1]
             self.jaxprs[output] = closed
             self.arguments[output] = [n for n, v in zip(self.names, jaxpr.invars, strict=True) if v in need]
-            got = jaxpr.outvars[0].aval.shape[-1]
+            shape: Any = jaxpr.outvars[0].aval
             if output == "log_decay":
-                self.decay_axis = "head" if got == 1 else "key"
+                self.decay_axis = "head" if shape.shape[-1] == 1 else "key"
             for name in self.arguments[output]:
                 allowed = {"z": ("head", "value"), "log_decay": ("head", "key")}.get(output, ("head", "key"))
                 if self.axis[name] not in allowed:

@@ -15,8 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pages import PAGE, Pages, memory, pages_of
 from pallas_kernels.layout import RESERVED
+from pallas_kernels.pages import PAGE, Pages, memory, pages_of
 from pallas_kernels.problem import Problem
 from pallas_kernels.tiles import ROW, SMEM_LIMIT, TILE, C, iotas, product, put, rows, take, transposed, vector
 
@@ -117,8 +117,8 @@ def scan(
         out["out"] = jax.ShapeDtypeStruct(shape, problem.dtype)
         out["end"] = jax.ShapeDtypeStruct(state_shape, jnp.float32)
     else:
-        shape = (*state_shape[:2], how.count, *state_shape[2:])
-        out["end"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        each = (*state_shape[:2], how.count, *state_shape[2:])
+        out["end"] = jax.ShapeDtypeStruct(each, jnp.float32)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
     dtypes = list(dict.fromkeys([jnp.dtype(numbers.dtype), jnp.dtype(problem.dtype)]))
@@ -202,9 +202,7 @@ def scan(
             for piece, x in enumerate(state):
                 put(state_s[piece], x, numbers)
                 if how.save_states:
-                    results["states"].at[
-                        index, batch, head, pl.ds(piece * C, C), pl.ds(column, C)
-                    ][...] = x
+                    results["states"].at[index, batch, head, pl.ds(piece * C, C), pl.ds(column, C)][...] = x
             plgpu.commit_smem()
             if how.depth > 1:
                 after = lax.rem(number + 1, how.depth)
@@ -228,7 +226,7 @@ def scan(
             values = None if how.identity else mine.operand(value_page(slot), numbers)
             if problem.erases:
                 read = product(numbers, *((shared_operand(slot, 2, p), state_s[p]) for p in pieces))
-                corrected = mine.operand(layout.corrected, numbers)
+                corrected: Any = mine.operand(layout.corrected, numbers)
                 put(corrected, -read if values is None else take(values) - read, numbers)
             else:
                 corrected = values
@@ -272,7 +270,7 @@ def scan(
                 results["end"].at[batch, head, stretch, *place][...] = x
         plgpu.wait_smem_to_gmem(0)
 
-    threads = {"num_threads": how.warpgroups, "thread_name": "warpgroup"} if how.warpgroups > 1 else {}
+    threads: Any = {"num_threads": how.warpgroups, "thread_name": "warpgroup"} if how.warpgroups > 1 else {}
     tiles = columns // (C * how.warpgroups)
     made = plgpu.kernel(
         body,
@@ -280,8 +278,8 @@ def scan(
         grid=(problem.batch, how.count, problem.value_heads, tiles),
         grid_names=("batch", "stretch", "head", "tile"),
         scratch_types=[
-            memory(1, layout.shared, [numbers.dtype]),
-            memory(how.warpgroups, layout.own, dtypes),
+            memory(1, layout.shared, [numbers.dtype], numbers.interpret),
+            memory(how.warpgroups, layout.own, dtypes, numbers.interpret),
             plgpu.Barrier(num_arrivals=arrivals, num_barriers=how.depth),
             plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
         ],

@@ -15,7 +15,7 @@ CAPABILITY = "9.0"
 """Compute capability of Hopper, whose matrix instructions and copy engine the kernels use."""
 
 GRID = 65_535
-"""Blocks along the second and third axis of a grid."""
+"""Most blocks along the second and third axis of a grid."""
 
 
 def supports(

@@ -50,7 +50,9 @@ def swizzle(columns: int, dtype: Any) -> int:
 def smem(shape: tuple[int, ...], dtype: Any) -> Any:
     """A shared-memory tile that matrix instructions and the copy engine can read."""
     width = swizzle(shape[-1], dtype)
-    transforms = (plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width))
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, width // jnp.dtype(dtype).itemsize)), swizzling(width))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -82,19 +84,26 @@ def split(x: Array, numbers: Numbers) -> tuple[Array, ...]:
     return high, (x - high.astype(jnp.float32)).astype(numbers.dtype)
 
 
+def sync() -> None:
+    """Every warp of the warpgroup has come here, and what it has stored is visible to products and copies.
+
+    `prepare` runs without the barriers that the compiler would put around each store, so each place where one warp
+    overwrites what another may still read has its own. Loads and stores of a 16-bit tile need none: a warp has its own
+    16 rows. Right sides of products are read by all warps; a product is complete for the warp that waited for it only.
+    """
+    plgpu.commit_smem()
+
+
 def put(x: Operand, value: Array, numbers: Numbers) -> None:
-    """Stores a float32 tile; `plgpu.commit_smem` must follow before a product or a copy reads it."""
+    """Stores a float32 tile; `sync` must follow before a product or a copy reads it."""
     for ref, part in zip(x, split(value, numbers), strict=True):
         ref[...] = part
 
 
 def take(x: Operand) -> Array:
     """Loads a tile as float32."""
-    total = None
-    for ref in x:
-        part = plgpu.load(ref, layout=TILE, optimized=False).astype(jnp.float32)
-        total = part if total is None else total + part
-    return total
+    parts = [plgpu.load(ref, layout=TILE, optimized=False).astype(jnp.float32) for ref in x]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def vector(ref: Any, layout: Any = ROW) -> Array:
@@ -118,7 +127,8 @@ def zeros(shape: tuple[int, ...]) -> Array:
 
 def iotas() -> tuple[Array, Array]:
     """Row and column numbers of a tile."""
-    return tuple(plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=TILE) for d in (0, 1))
+    r, c = (plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=TILE) for d in (0, 1))
+    return r, c
 
 
 def _pairs(a: Operand, b: Operand) -> list[tuple[Any, Any]]:
@@ -164,8 +174,8 @@ def products(numbers: Numbers, *sums: Sequence[tuple[Operand, Operand]]) -> list
 
 def _interpreted(pairs: Sequence[tuple[Any, Any]]) -> Array:
     """A sum of products in the CPU interpreter, which has no operands in registers."""
-    total = None
     in_memory = [(a, b) for a, b in pairs if not isinstance(a, jax.Array)]
+    sums = [jnp.dot(a, b[...], preferred_element_type=jnp.float32) for a, b in pairs if isinstance(a, jax.Array)]
 
     def run(acc):
         for a, b in in_memory:
@@ -174,9 +184,8 @@ def _interpreted(pairs: Sequence[tuple[Any, Any]]) -> Array:
 
     if in_memory:
         shape = (in_memory[0][0].shape[0], in_memory[0][1].shape[1])
-        total = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-    for a, b in pairs:
-        if isinstance(a, jax.Array):
-            part = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-            total = part if total is None else total + part
+        sums.append(pl.run_scoped(run, plgpu.ACC(shape, jnp.float32)))
+    total = sums[0]
+    for x in sums[1:]:
+        total = total + x
     return total

@@ -5,13 +5,17 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import Numbers, Operand, iotas, product, put, split
+from pallas_kernels.tiles import Numbers, Operand, iotas, product, put, split, sync
 
 
 def invert(
-    lower: Array, x_s: Operand, l_s: Operand, numbers: Numbers, meanwhile: Callable[[], None] | None = None, numbered: Any = None
+    lower: Array,
+    x_s: Operand,
+    l_s: Operand,
+    numbers: Numbers,
+    meanwhile: Callable[[], None] | None = None,
+    numbered: Any = None,
 ) -> Array:
     """A = (I + L)^-1 of a tile L [C, C] in registers, strictly lower triangular; float32.
 
@@ -23,12 +27,14 @@ def invert(
     r, c = iotas() if numbered is None else numbered
 
     def double(x: Array, width: Any) -> Array:
+        sync()
         put(x_s, x, numbers)
-        plgpu.commit_smem()
+        sync()
         lx = product(numbers, (l_s, x_s))
         x_parts = split(x, numbers)
+        sync()
         put(x_s, lx, numbers)
-        plgpu.commit_smem()
+        sync()
         start = jnp.where(jnp.bitwise_and(r, width) != 0, jnp.bitwise_and(r, -2 * width), 2 * size)
         below = (c >= start) & (c < start + width)
         return x - jnp.where(below, product(numbers, (x_parts, x_s)), 0.0)
@@ -40,6 +46,4 @@ def invert(
         x = double(x, 2)
         meanwhile()
     first = 1 if meanwhile is None else 2
-    return lax.fori_loop(
-        first, size.bit_length() - 1, lambda i, x: double(x, jnp.left_shift(jnp.int32(1), i)), x
-    )
+    return lax.fori_loop(first, size.bit_length() - 1, lambda i, x: double(x, jnp.left_shift(jnp.int32(1), i)), x)

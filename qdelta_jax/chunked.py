@@ -26,7 +26,7 @@ from qdelta_jax.coefficients import coefficients
 from qdelta_jax.plan import ChunkOptions, Plan, grouped, make_plan, merge, split, ungrouped
 from qdelta_jax.rules import Rule
 
-__all__ = ["ChunkOptions", "chunked", "chunked_plain", "coefficients"]
+__all__ = ["ChunkOptions", "chunked", "chunked_backward", "chunked_plain", "coefficients"]
 
 
 def _setup(options: ChunkOptions, v: Array, valid: Array | None) -> tuple[Plan, Array | None]:
@@ -105,7 +105,12 @@ def _chunked_forward(
     return result, (q, k, v, gates, *masks, states, kept)
 
 
-def _chunked_backward(rule: Rule, options: ChunkOptions, saved: tuple, cotangents: tuple) -> tuple:
+def chunked_backward(rule: Rule, options: ChunkOptions, saved: tuple, cotangents: tuple) -> tuple:
+    """Gradients of `chunked`'s arguments, whatever computed the states: the kernels leave theirs to it as well.
+
+    saved: q, k, v, gates, valid, reset, the state before each chunk as `plan.make_plan` cuts the sequence, [groups,
+        chunks, B, HV, K, V], and what "keep" keeps, or None. cotangents: of out and of the final state.
+    """
     q, k, v, gates, valid, reset, states, kept, d_out, d_end = products.mapped_together((*saved, *cotangents))
     cut, valid = _setup(options, v, valid)
     if valid is not None:
@@ -128,4 +133,4 @@ def _chunked_backward(rule: Rule, options: ChunkOptions, saved: tuple, cotangent
     return *ungrouped(grads, q.shape[1]), d_start, None, None
 
 
-chunked.defvjp(_chunked_forward, _chunked_backward)
+chunked.defvjp(_chunked_forward, chunked_backward)

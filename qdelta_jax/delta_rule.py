@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import checkify
 
-from qdelta_jax import recurrence
+from pallas_kernels.mesh import vary, varying
+from qdelta_jax import mosaic, recurrence
 from qdelta_jax.checks import (
     check_count,
     check_inputs,
@@ -22,30 +23,11 @@ from qdelta_jax.checks import (
     compute_dtype,
 )
 from qdelta_jax.chunked import ChunkOptions, chunked, chunked_plain, coefficients
+from qdelta_jax.implementations import IMPLEMENTATIONS, Implementation, resolve_implementation
 from qdelta_jax.rules import Rule, get_rule
 from qdelta_jax.segments import segment_masks, segment_runs
 
 __all__ = ["IMPLEMENTATIONS", "delta_rule", "resolve_implementation", "segment_final_states", "step"]
-
-Implementation = Literal["scan", "xla"] | None
-
-IMPLEMENTATIONS = ("scan", "xla")
-
-
-def resolve_implementation(implementation: str | None, length: int) -> str:
-    """The implementation that a call with this many tokens runs.
-
-    >>> resolve_implementation(None, 4096), resolve_implementation(None, 1)
-    ('xla', 'scan')
-
-    Raises:
-        ValueError: no implementation has that name.
-    """
-    if implementation is None:
-        return "scan" if length == 1 else "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: got {implementation!r}, want None or one of {IMPLEMENTATIONS}")
-    return implementation
 
 
 def delta_rule(
@@ -80,21 +62,27 @@ def delta_rule(
         initial_state: [B, HV, K, V], float32 (float64 for float64 inputs); zeros by default.
         segment_ids: [B, T] int. 0 is padding (output 0, state untouched, whatever is there, NaN included); a new
             non-zero id clears the state; the first one continues `initial_state`; the same id after padding continues.
-        chunk_size: tokens solved at once; rounded up to a power of two. Changes rounding only.
-        implementation: "scan" (one token at a time), "xla" (chunked) or None: the fastest that can run.
+        chunk_size: tokens solved at once; rounded up to a power of two. Changes rounding only. "mosaic" always takes
+            64.
+        implementation: "scan" (one token at a time), "xla" (chunked), "mosaic" (kernels for a Hopper GPU, whose
+            gradient is computed like that of "xla") or None: the fastest that can run (`resolve_implementation`
+            tells). A name that cannot run is an error, never another implementation.
         precision: of matrix products; None means HIGHEST for float32 and float64 inputs and the platform's
-            default for half precision inputs, whose products accumulate in float32 in any case.
+            default for half precision inputs, whose products accumulate in float32 in any case. "mosaic" multiplies
+            in float32 accuracy where this says HIGHEST (or HIGH, for float32 inputs), else 16-bit numbers.
         residuals: "recompute" saves the inputs and the states between chunks for the gradient, "keep" also what
-            the chunks computed on the way: faster, more memory.
+            the chunks computed on the way: faster, more memory. "mosaic" has nothing more to keep yet.
         validate: add `checkify` checks (positive log_decay, NaN, keys that should have unit norm); the caller
             then wraps the function in `checkify.checkify`, inside the gradient if there is one. A tool for
-            looking for faults: the gradient takes more memory.
+            looking for faults: the gradient takes more memory, and there is none with "mosaic".
     Returns:
         out [B, T, HV, V] in q's dtype, and the final state [B, HV, K, V].
     Raises:
         ValueError: an argument does not fit; the message names it.
+        NotImplementedError: implementation="mosaic" cannot run here, or is differentiated twice or in forward mode;
+            the message says why.
 
-    Everything is differentiable, twice in reverse mode; forward mode needs implementation="scan".
+    Everything is differentiable; twice in reverse mode with "xla" and "scan"; forward mode needs "scan".
 
     >>> import jax, jax.numpy as jnp, qdelta_jax as qd
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 16))
@@ -128,8 +116,20 @@ def delta_rule(
     if validate:
         _checkify(q, k, v, which, gates, segment_ids)
         checkify.check(~jnp.any(jnp.isnan(initial_state)), "initial_state: NaN")
-    chosen = resolve_implementation(implementation, length)
-    return _run(q, k, v, dict(gates), initial_state, segment_ids, which, chosen, options, validate)
+    chosen = resolve_implementation(
+        implementation,
+        length,
+        rule=which,
+        q=q,
+        k=k,
+        v=v,
+        gates=gates,
+        segment_ids=segment_ids,
+        precision=precision,
+        validate=validate,
+    )
+    kernels = mosaic.kernel_options(options, q.dtype) if chosen == "mosaic" else None
+    return _run(q, k, v, dict(gates), initial_state, segment_ids, which, chosen, kernels or options, validate)
 
 
 @partial(jax.jit, static_argnames=("rule", "implementation", "options", "plain"))
@@ -142,13 +142,16 @@ def _run(
     segment_ids: Array | None,
     rule: Rule,
     implementation: str,
-    options: ChunkOptions,
+    options: ChunkOptions | mosaic.KernelOptions,
     plain: bool,
 ) -> tuple[Array, Array]:
     q, k, v, gates, state, segment_ids = _vary_together((q, k, v, gates, state, segment_ids))
     valid, reset = (None, None) if segment_ids is None else segment_masks(segment_ids)
-    if implementation == "xla":
-        # checkify cannot be differentiated through a custom_vjp under jit: validated calls leave the gradient to JAX.
+    # checkify cannot be differentiated through a custom_vjp under jit: validated calls leave the gradient to JAX.
+    if isinstance(options, mosaic.KernelOptions):
+        kernels = mosaic.mosaic_plain if plain else mosaic.mosaic
+        out, state = kernels(rule, options, q, k, v, gates, state, valid, reset)
+    elif implementation == "xla":
         solve = chunked_plain if plain else chunked
         out, state = solve(rule, options, q, k, v, gates, state, valid, reset)
     else:
@@ -163,13 +166,8 @@ def _vary_together(arguments: Any) -> Any:
     A scan wants its state (zeros by default) typed like what is added to it, and a gradient is then summed over the
     devices that share an argument.
     """
-    axes: frozenset = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arguments)))
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, arguments) if axes else arguments
+    axes = varying(arguments)
+    return jax.tree.map(partial(vary, axes=axes), arguments) if axes else arguments
 
 
 def step(

@@ -65,6 +65,13 @@ def ungrouped(x: Any, length: int) -> Any:
     return jax.tree.map(join, x)
 
 
+def grouped_states(plan: Plan, x: Array) -> Array:
+    """[chunks of the sequence, ...] -> [groups, chunks of a group, ...], zeros behind the end."""
+    behind = plan.groups * plan.chunks - x.shape[0]
+    x = jnp.pad(x, ((0, behind), *[(0, 0)] * (x.ndim - 1))) if behind else x
+    return x.reshape(plan.groups, plan.chunks, *x.shape[1:])
+
+
 def split(x: Array, plan: Plan) -> Array:
     """[B, tokens of a group, H, D] -> [n, B, H, C, D]."""
     x = x.reshape(x.shape[0], plan.chunks, plan.size, *x.shape[2:])

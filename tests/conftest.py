@@ -16,6 +16,8 @@ if PLATFORM == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
     flags = [x for x in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in x]
     os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES}"])
+    # The interpreter of GPU kernels waits for ever where their threads outnumber XLA's.
+    os.environ.setdefault("NPROC", "16")
 else:
     # The whole memory of a GPU is not ours to take: the workers of xdist share it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -40,7 +42,7 @@ if PLATFORM == "cpu" and os.environ.get("QDELTA_TEST_OPTIMIZED") != "1":
     # XLA's own passes stay; LLVM's expensive ones are most of the time of a suite that compiles much and runs little.
     jax.config.update("jax_disable_most_optimizations", True)
 
-SELF_CHECKED = {"checks", "delta_rule", "rules", "segments"}
+SELF_CHECKED = {"checks", "delta_rule", "implementations", "rules", "segments"}
 """Modules that say themselves, in a ValueError, what is wrong with an argument: beartype would raise first."""
 
 

@@ -1,0 +1,207 @@
+"""What the kernels need to know before they run: whether they can, sizes, and the arrays they read."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import states
+from pallas_kernels.layout import Layout
+from pallas_kernels.problem import Problem
+from pallas_kernels.rule import TiledRule, Unsupported
+from pallas_kernels.scores import LOG2_E, floor
+from pallas_kernels.tiles import C, Numbers
+
+MOST = 256
+"""Largest K and V."""
+
+DTYPES = tuple(jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def _multiple(n: int, of: int) -> int:
+    return -(-n // of) * of
+
+
+def make_problem(
+    rule: TiledRule,
+    q: Any,
+    v: Any,
+    *,
+    scale: float,
+    accurate: bool,
+    masked: bool,
+    segmented: bool,
+    interpret: bool,
+) -> Problem:
+    """Sizes as the kernels see them: K and V multiples of 64."""
+    erases = "e" not in rule.absent
+    # Keys of unit norm keep what the delta rules multiply small, and float16 has three bits more; a memory that only
+    # adds up may grow past float16's range.
+    dtype = jnp.float16 if erases else jnp.bfloat16
+    decay = rule.decay_axis
+    if decay is None and segmented:
+        decay = "head"
+    return Problem(
+        batch=q.shape[0],
+        length=_multiple(q.shape[1], 8),
+        value_heads=v.shape[2],
+        key_dim=_multiple(q.shape[3], C),
+        value_dim=_multiple(v.shape[3], C),
+        scale=scale,
+        numbers=Numbers(dtype, 2 if accurate else 1, interpret),
+        dtype=jnp.dtype(q.dtype),
+        erases=erases,
+        decay=decay,
+        masked=masked or q.shape[1] % C != 0,
+        segmented=segmented,
+    )
+
+
+def _pad_last(x: Array, to: int) -> Array:
+    return x if x.shape[-1] == to else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, to - x.shape[-1])])
+
+
+def _per_token(x: Array, tokens: int) -> Array:
+    """[B, T, ...] -> [B, ..., T'], zeros behind the end."""
+    x = jnp.moveaxis(x, 1, -1)
+    return _pad_last(x, tokens)
+
+
+def _masks(problem: Problem, valid: Array | None, reset: Array | None) -> dict[str, Array]:
+    """valid, runs [B, T'] and what the resets cut: into, out_of [B, T'], through [B, chunks], zeros and ones."""
+    tokens = problem.chunks * C
+    out: dict[str, Array] = {}
+    if problem.masked:
+        ones = jnp.ones((problem.batch, problem.length), jnp.float32)
+        out["valid"] = _per_token(ones if valid is None else jnp.where(valid, ones, 0), tokens)
+    if problem.segmented:
+        assert reset is not None
+        counts = _per_token(reset.astype(jnp.int32), tokens).reshape(problem.batch, problem.chunks, C)
+        runs = jnp.cumsum(counts, axis=-1, dtype=jnp.int32)
+        last = runs[..., -1:]
+        flat = (problem.batch, tokens)
+        out["runs"] = out["runs_again"] = runs.reshape(flat)
+        out["into"] = (runs == 0).astype(jnp.float32).reshape(flat)
+        out["out_of"] = (runs == last).astype(jnp.float32).reshape(flat)
+        out["through"] = (last[..., 0] == 0).astype(jnp.float32)
+    return out
+
+
+def _head_decay(problem: Problem, log_decay: Array, masks: Mapping[str, Array]) -> dict[str, Array]:
+    """What a decay per head [B, H, T'] becomes: sums inside each chunk (log2), and factors to and from its ends."""
+    batch, heads, tokens = log_decay.shape
+    chunked = jnp.maximum(log_decay * LOG2_E, floor(2)).reshape(batch, heads, problem.chunks, C)
+    prefix = jnp.cumsum(chunked, axis=-1)
+    total = prefix[..., -1:]
+    flat = (batch, heads, tokens)
+    out = {"prefix": prefix.reshape(flat), "into": jnp.exp2(prefix).reshape(flat)}
+    out["out_of"] = jnp.exp2(total - prefix).reshape(flat)
+    out["carry"] = jnp.exp2(total[..., 0])
+    if problem.segmented:
+        out["into"] *= masks["into"][:, None]
+        out["out_of"] *= masks["out_of"][:, None]
+        out["carry"] *= masks["through"][:, None]
+    out["prefix_again"] = out["prefix"]
+    return out
+
+
+def landing_dtypes(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> dict[str, Any]:
+    """The types in which the tensors reach the kernels.
+
+    With 16-bit operands nothing is gained by tiles of 32 bits, and they take twice the memory; log_decay alone, whose
+    sums need the digits, keeps them.
+    """
+    kept = dict(dtypes)
+    if problem.numbers.parts == 1:
+        decays = rule.arguments.get("log_decay", ())
+        for name, dtype in dtypes.items():
+            if rule.axis[name] != "head" and name not in decays and jnp.dtype(dtype).itemsize > 2:
+                kept[name] = problem.numbers.dtype if name in ("q", "k", "v") else jnp.float16
+    return kept
+
+
+def make_inputs(
+    problem: Problem,
+    rule: TiledRule,
+    function: Callable[..., Any],
+    tensors: Mapping[str, Array],
+    valid: Array | None,
+    reset: Array | None,
+) -> dict[str, Array]:
+    """The arrays that the kernels read, by name (see `prepare`)."""
+    tokens = problem.chunks * C
+    width = {"key": problem.key_dim, "value": problem.value_dim}
+    used = {n for arguments in rule.arguments.values() for n in arguments} | {"q", "k", "v"}
+    inputs = {n: _pad_last(x, width[rule.axis[n]]) for n, x in tensors.items() if rule.axis[n] != "head" and n in used}
+    heads = {n: x.astype(jnp.float32) for n, x in tensors.items() if rule.axis[n] == "head"}
+    masks = _masks(problem, valid, reset)
+    head_decay = problem.decay == "head"
+    for output in ("k", "e", "z", *(() if head_decay else ("log_decay",))):
+        for name in rule.arguments.get(output, ()):
+            if name in heads:
+                inputs[name] = _per_token(heads[name], tokens)
+    if "valid" in masks:
+        inputs["valid"] = masks["valid"]
+    if problem.segmented:
+        inputs |= {n: masks[n] for n in ("runs", "runs_again")}
+    if problem.decay == "key" and problem.segmented:
+        inputs |= {n: masks[n] for n in ("into", "out_of", "through")}
+    if head_decay:
+        log_decay = _head_log_decay(problem, rule, function, heads, valid)
+        inputs |= _head_decay(problem, _per_token(log_decay, tokens), masks)
+    return inputs
+
+
+def _head_log_decay(
+    problem: Problem, rule: TiledRule, function: Callable[..., Any], heads: Mapping[str, Array], valid: Array | None
+) -> Array:
+    """log_decay [B, T, heads] float32 of the rule; 0 where a token is not valid."""
+    names = rule.arguments["log_decay"]
+    shape = (problem.batch, problem.length, heads[names[0]].shape[2] if names else 1)
+    if rule.decay_axis is None:
+        return jnp.zeros(shape, jnp.float32)
+    most = max([heads[n].shape[2] for n in names], default=1)
+    given = {}
+    for name in rule.names:
+        x = heads[name] if name in names else jnp.zeros((problem.batch, problem.length, most), jnp.float32)
+        if valid is not None:
+            x = jnp.where(valid[..., None], x, 0)
+        given[name] = jnp.repeat(x, most // x.shape[2], axis=2)[..., None]
+    log_decay = tuple(function(given.pop("q"), given.pop("k"), given.pop("v"), **given))[3][..., 0]
+    return log_decay if valid is None else jnp.where(valid[..., None], log_decay, 0)
+
+
+def tiled(function: Callable[..., Any], axes: Mapping[str, str]) -> TiledRule:
+    return TiledRule(function, axes)
+
+
+def unsupported(
+    function: Callable[..., Any],
+    axes: Mapping[str, str],
+    q: Any,
+    v: Any,
+    gates: Mapping[str, Any],
+    *,
+    accurate: bool,
+    masked: bool,
+    segmented: bool,
+) -> str | None:
+    """Why these inputs cannot run, whatever the machine; None if they can."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    if jnp.dtype(q.dtype) not in DTYPES:
+        return f"q has dtype {q.dtype}; the kernels take bfloat16, float16 and float32"
+    if max(key_dim, value_dim) > MOST:
+        return f"K = {key_dim} and V = {value_dim}; the kernels go up to {MOST}"
+    try:
+        rule = tiled(function, axes)
+    except Unsupported as error:
+        return f"the rule cannot run inside a kernel: {error}"
+    problem = make_problem(
+        rule, q, v, scale=1.0, accurate=accurate, masked=masked, segmented=segmented, interpret=False
+    )
+    dtypes = {"q": q.dtype, "k": q.dtype, "v": v.dtype} | {n: x.dtype for n, x in gates.items()}
+    dtypes = landing_dtypes(problem, rule, dtypes)
+    if Layout(problem, rule, dtypes).workers == 0 or states.choose(problem, 1) is None:
+        return f"K = {key_dim} and V = {value_dim} in {q.dtype} need more shared memory than a multiprocessor has"
+    return None

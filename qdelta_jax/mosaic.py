@@ -1,0 +1,223 @@
+"""The GPU kernels (`pallas_kernels`) as an implementation of `delta_rule`.
+
+forward     the kernels; when differentiated they also save the state before each chunk
+gradient    `chunked_backward`, from those states and the inputs
+vmap        the mapped axis becomes a part of the batch
+refused     by name: second derivatives and forward mode
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+import pallas_kernels
+from pallas_kernels.mesh import without_axes
+from qdelta_jax.chunked import chunked_backward
+from qdelta_jax.coefficients import coefficients
+from qdelta_jax.plan import ChunkOptions, grouped_states, make_plan
+from qdelta_jax.refusals import no_derivative, reverse_mode_only
+from qdelta_jax.rules import Rule
+
+__all__ = ["KernelOptions", "kernel_options", "kernel_settings", "mosaic", "mosaic_plain", "unsupported"]
+
+CHUNK = 64
+"""Tokens of a chunk: the kernels know no other size."""
+
+REFUSED = (
+    "second derivatives and forward-mode derivatives do not go through implementation='mosaic', which has gradients "
+    "(reverse mode, once, without validate=True) only: use implementation='xla', or 'scan' for forward mode"
+)
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What is fixed at compile time, besides the rule. overrides: of what `pallas_kernels.forward` chooses."""
+
+    chunks: ChunkOptions
+    accurate: bool
+    interpret: Any = None
+    overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+_settings: ContextVar[Mapping[str, Any] | None] = ContextVar("mosaic_settings", default=None)
+
+
+@contextmanager
+def kernel_settings(*, interpret: Any = None, **overrides: Any) -> Iterator[None]:
+    """For tests: how the kernels of the calls inside run.
+
+    interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly. overrides: as in `KernelOptions`.
+    """
+    token = _settings.set({"interpret": interpret, "overrides": overrides})
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+def kernel_options(options: ChunkOptions, dtype: Any) -> KernelOptions:
+    accurate = bool(_accurate(options.precision, dtype))
+    return KernelOptions(replace(options, chunk_size=CHUNK), accurate, **(_settings.get() or {}))
+
+
+def _accurate(precision: Any, dtype: Any) -> bool | None:
+    """Products in float32 accuracy, or of 16-bit operands; None for a precision that the kernels do not have."""
+    if precision not in (None, *lax.Precision):
+        return None
+    if jnp.dtype(dtype) == jnp.float32:
+        return precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    return precision == lax.Precision.HIGHEST
+
+
+def unsupported(
+    rule: Rule, q: Any, k: Any, v: Any, gates: Mapping[str, Any], *, precision: Any, segmented: bool
+) -> str | None:
+    """Why the kernels cannot run this call here, None if they can; `precision` as `checks.check_precision` returns it.
+
+    Raises:
+        ValueError: the rule's function returns something else than its coefficients.
+    """
+    interpret = (_settings.get() or {}).get("interpret")
+    reason = pallas_kernels.machine(q) if interpret is None else None
+    if reason is not None:
+        return reason
+    accurate = _accurate(precision, q.dtype)
+    if accurate is None:
+        return f"precision is {precision!r}; the kernels take None and jax.lax.Precision"
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v))
+    given = {name: jax.ShapeDtypeStruct(x.shape, _gate_dtype(x)) for name, x in gates.items()}
+    _check_coefficients(rule, q, k, v, tuple(given.items()))
+    return pallas_kernels.supports(
+        rule.function,
+        _axes(rule, gates),
+        q,
+        k,
+        v,
+        given,
+        accurate=accurate,
+        masked=segmented,
+        segmented=segmented,
+        interpret=interpret,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _check_coefficients(rule: Rule, q: Any, k: Any, v: Any, gates: tuple[tuple[str, Any], ...]) -> None:
+    """The complaints of the other implementations about a rule's function."""
+    jax.eval_shape(lambda *x: coefficients(rule, x[0], x[1], x[2], x[3], None), q, k, v, dict(gates))
+
+
+def _axes(rule: Rule, gates: Mapping[str, Any]) -> dict[str, str]:
+    """What the last axis of each gate is; a log_decay per key channel may be given per head."""
+    return {name: "head" if gates[name].ndim == 3 else gate.axis for name, gate in rule.gates.items()}
+
+
+def _gate_dtype(gate: Any) -> Any:
+    return gate.dtype if gate.dtype in pallas_kernels.DTYPES else jnp.dtype(jnp.float32)
+
+
+def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[..., tuple[Array, Array, Array | None]]:
+    """(q, k, v, gates, state, valid, reset) -> out, the final state and the states before each chunk of 64 tokens."""
+
+    def forward(q, k, v, gates, state, valid, reset):
+        if q.shape[0] > pallas_kernels.GRID:
+            raise NotImplementedError(
+                f"vmap of implementation='mosaic' makes a batch of {q.shape[0]} sequences, and a grid takes "
+                f"{pallas_kernels.GRID}: map over fewer at a time (jax.lax.map with batch_size)"
+            )
+        # The kernels count in 32 bits, whatever jax_enable_x64 says outside.
+        with jax.enable_x64(False):
+            made = pallas_kernels.forward(
+                rule.function,
+                _axes(rule, gates),
+                q,
+                k,
+                v,
+                {name: x.astype(_gate_dtype(x)) for name, x in gates.items()},
+                state,
+                valid,
+                reset,
+                scale=options.chunks.scale,
+                accurate=options.accurate,
+                save_states=save_states,
+                interpret=options.interpret,
+                **options.overrides,
+            )
+        return tuple(made)
+
+    run = custom_vmap(lambda *arguments: without_axes(forward, *arguments))
+
+    @run.def_vmap
+    def fold(size, mapped, *arguments):
+        def into_batch(x: Array, is_mapped: bool) -> Array:
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        out, end, states = run(*jax.tree.map(into_batch, arguments, tuple(mapped)))
+        out, end = (x.reshape(size, -1, *x.shape[1:]) for x in (out, end))
+        if states is not None:
+            states = jnp.moveaxis(states.reshape(states.shape[0], size, -1, *states.shape[2:]), 1, 0)
+        return (out, end, states), jax.tree.map(lambda _: True, (out, end, states))
+
+    def refusing(*arguments: Any) -> tuple[Array, Array, Array | None]:
+        *tensors, valid, reset = arguments
+        return run(*no_derivative(tensors, REFUSED), valid, reset)
+
+    return refusing
+
+
+def mosaic_plain(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[Array, Array]:
+    """`mosaic` without a gradient: checkify cannot go through a custom_vjp under jit."""
+    return _kernels(rule, options, False)(*arguments)[:2]
+
+
+def mosaic(
+    rule: Rule,
+    options: KernelOptions,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: dict[str, Array],
+    state: Array,
+    valid: Array | None,
+    reset: Array | None,
+) -> tuple[Array, Array]:
+    """The recurrence over [B, T, H, .] inputs by the kernels; arguments as checked by `delta_rule`.
+
+    Returns:
+        out [B, T, HV, V] in q's dtype and the final state [B, HV, K, V].
+    Raises:
+        NotImplementedError: it is differentiated twice, or in forward mode.
+    """
+    q, k, v, gates, state = reverse_mode_only((q, k, v, gates, state), REFUSED)
+    return _differentiable(rule, options, q, k, v, gates, state, valid, reset)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[Array, Array]:
+    return mosaic_plain(rule, options, *arguments)
+
+
+def _forward(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[tuple[Array, Array], tuple]:
+    out, end, states = _kernels(rule, options, True)(*arguments)
+    q, k, v, gates, _, valid, reset = arguments
+    return (out, end), (q, k, v, gates, valid, reset, checkpoint_name(states, "delta_rule_states"))
+
+
+def _backward(rule: Rule, options: KernelOptions, saved: tuple, cotangents: tuple) -> tuple:
+    *inputs, states = saved
+    batch, length, heads, _ = inputs[2].shape
+    states = grouped_states(make_plan(options.chunks, batch, length, heads), states)
+    return chunked_backward(rule, options.chunks, (*inputs, states, None), cotangents)
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,83 @@
+"""Running the GPU kernels in tests: on a GPU as they are, on a CPU in Pallas's interpreter or by a stand-in."""
+
+import sys
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from cases import round_to
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from reference import call, cast_inputs, loop
+from tolerances import KERNEL, relative_error
+
+import pallas_kernels
+from qdelta_jax.chunked import ChunkOptions, _forward
+from qdelta_jax.mosaic import kernel_settings
+from qdelta_jax.rules import Gate, Rule
+
+ON_GPU = jax.default_backend() == "gpu"
+
+if ON_GPU and pallas_kernels.machine(None) is not None:
+    pytest.skip(pallas_kernels.machine(None), allow_module_level=True)
+
+INTERPRET = None if ON_GPU else plgpu.InterpretGPUParams(detect_races=True)
+
+QUICK = {} if ON_GPU else {"workers": 1, "processors": 1}
+"""The interpreter compiles each worker of a block. One worker alone takes all chunks in turn, as each does on a GPU."""
+
+
+def run_kernels(**overrides):
+    """For calls of `delta_rule` inside: the kernels, and what they would choose otherwise."""
+    return kernel_settings(interpret=INTERPRET, **{**QUICK, **overrides})
+
+
+@contextmanager
+def run_stand_in(**overrides):
+    """The same for what is around the kernels: on a CPU the chunked form takes their place, which compiles faster,
+    and which `jax.checkpoint` and a mesh of several devices can do with, unlike the interpreter."""
+    if ON_GPU:
+        with kernel_settings(**overrides):
+            yield
+        return
+    with mock.patch.object(pallas_kernels, "forward", stand_in), kernel_settings(interpret="stand-in"):
+        yield
+
+
+@contextmanager
+def any_machine():
+    """No question is asked about the device: for programs that are not run."""
+    with ExitStack() as stack:
+        for module in ("pallas_kernels", "pallas_kernels.supports", "pallas_kernels.inverse"):
+            stack.enter_context(mock.patch.object(sys.modules[module], "machine", return_value=None))
+        yield
+
+
+def stand_in(function, axes, q, k, v, gates, state, valid, reset, *, scale, accurate, save_states, interpret):
+    rule = Rule("stand_in", function, {name: Gate(axis) for name, axis in axes.items()})
+    precision = jax.lax.Precision.HIGHEST if accurate else None
+    options = ChunkOptions(scale, chunk_size=64, precision=precision)
+    (out, end), (states, _) = _forward(rule, options, q, k, v, gates, state, valid, reset)
+    states = states.reshape(-1, *states.shape[2:])[: -(-q.shape[1] // 64)]
+    return pallas_kernels.Forward(out, end, states if save_states else None)
+
+
+def rounded(inputs: dict, dtype) -> dict:
+    """Inputs that dtype can hold; the state is float32 in any case."""
+    return {**round_to(inputs, dtype), "initial_state": inputs["initial_state"]}
+
+
+def check_values(name, inputs, dtype, ids=None, *, tolerance=None, **overrides) -> None:
+    """Output and final state against the definition in float64 on the same rounded inputs."""
+    inputs = rounded(inputs, dtype)
+    with run_kernels(**overrides):
+        out, state = call(name, cast_inputs(inputs, dtype), ids, implementation="mosaic")
+    assert out.dtype == dtype
+    assert state.dtype == np.float32
+    want_out, want_state = loop(name, inputs, segment_ids=ids)
+    tolerance = KERNEL[np.dtype(dtype).name] if tolerance is None else tolerance
+    errors = relative_error(out, want_out), relative_error(state, want_state)
+    assert max(errors) <= tolerance, errors
+    if ids is not None:
+        assert np.all(np.asarray(out)[np.asarray(ids) == 0] == 0)
