@@ -145,9 +145,14 @@ class Chunk:
         """Gates with one number per head, vectors."""
         return {n: self.valid(self.vectors[n]) for n in head_gates(self.rule, *outputs)}
 
-    def output(self, output: str, tiles: Mapping[str, Array]) -> Array:
-        """One of the rule's outputs, zeros for tokens that are not valid."""
-        return self.valid(self.rule(output, tiles))
+    def output(self, output: str, tiles: Mapping[str, Array], piece: int = 0) -> Array:
+        """One of the rule's outputs for 64 channels; zeros for tokens that are not valid and channels that are padding,
+        of which a rule's function may have made anything."""
+        made = plgpu.layout_cast(self.rule(output, tiles), TILE)
+        left = self.problem.true_key_dim - piece * C
+        if output != "z" and left < C:
+            made = jnp.where(self.numbered()[1] < left, made, 0.0)
+        return self.valid(made)
 
     def operand(self, first: int, piece: int = 0) -> Any:
         return self.pages.operand(first + piece * self.layout.step, self.numbers)
@@ -169,7 +174,7 @@ class Chunk:
         outputs = ("k", "e") if self.problem.erases else ("k",)
         tiles = {n: self.landed(n, first + piece * step) for n, (first, step) in self.layout.keys.items()}
         tiles |= self.gates(*outputs)
-        made = {"q": tiles["q"]} | {o: self.output(o, tiles) for o in outputs}
+        made = {"q": tiles["q"]} | {o: self.output(o, tiles, piece) for o in outputs}
         self.loaded()
         for x, name in zip(self.operands(piece), ("q", "k", "e"), strict=True):
             if x is not None:
@@ -206,7 +211,7 @@ class Chunk:
         for piece in range(self.problem.key_pieces):
             tiles = {n: self.landed(n, first + piece * step) for n, (first, step) in layout.decay.items()}
             made.append(self.pages.operand(layout.scratch + piece * layout.scratch_step, numbers))
-            value = self.output("log_decay", tiles | self.gates("log_decay"))
+            value = self.output("log_decay", tiles | self.gates("log_decay"), piece)
             sync()
             store_log_decay(value, made[-1], self.numbers)
         sync()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import states
-from pallas_kernels.inputs import DTYPES, landing_dtypes, make_inputs, make_problem, tiled, unsupported
+from pallas_kernels.inputs import DTYPES, check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
 from pallas_kernels.prepare import PROCESSORS, prepare
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
@@ -152,17 +152,23 @@ def forward(
             float32 sums; by default for float32 inputs.
         save_states: also return the state before each chunk of 64 tokens.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        overrides: for tests; see `run`.
     Raises:
-        NotImplementedError: `supports` gives a reason.
+        ValueError: an array does not fit; the message names it.
+        NotImplementedError: the kernels cannot take such arrays or such a rule; the message says why. Whether they run
+            on this machine is for `supports` to say.
 
     Source: chunked WY form, arXiv 2406.06484 and 2412.06464; docs/kernels.md.
     """
+    if state is None:
+        raise ValueError("state: got None, want [B, HV, K, V] float32")
+    check_arrays(axes, q, k, v, gates, state, valid, reset)
     accurate = q.dtype == jnp.float32 if accurate is None else accurate
     options = {"masked": valid is not None, "segmented": reset is not None}
     reason = unsupported(function, axes, q, v, gates, accurate=accurate, **options)
     if reason is not None:
         raise NotImplementedError(reason)
-    rule = tiled(function, axes)
+    rule = tiled(function, axes, q, v)
     length = q.shape[1]
     problem = make_problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
     behind = -q.shape[1] % 8

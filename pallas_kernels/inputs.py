@@ -37,8 +37,8 @@ def make_problem(
     """Sizes as the kernels see them: K and V multiples of 64."""
     erases = "e" not in rule.absent
     # Keys of unit norm keep what the delta rules multiply small, and float16 has three bits more; a memory that only
-    # adds up may grow past float16's range.
-    dtype = jnp.float16 if erases else jnp.bfloat16
+    # adds up may grow past float16's range. Two parts have the digits, and bfloat16 the range of float32.
+    dtype = jnp.float16 if erases and not accurate else jnp.bfloat16
     decay = rule.decay_axis
     if decay is None and segmented:
         decay = "head"
@@ -48,6 +48,7 @@ def make_problem(
         value_heads=v.shape[2],
         key_dim=_multiple(q.shape[3], C),
         value_dim=_multiple(v.shape[3], C),
+        true_key_dim=q.shape[3],
         scale=scale,
         numbers=Numbers(dtype, 2 if accurate else 1, interpret),
         dtype=jnp.dtype(q.dtype),
@@ -104,6 +105,52 @@ def _head_decay(problem: Problem, log_decay: Array, masks: Mapping[str, Array]) 
         out["carry"] *= masks["through"][:, None]
     out["prefix_again"] = out["prefix"]
     return out
+
+
+def check_arrays(
+    axes: Mapping[str, str],
+    q: Any,
+    k: Any,
+    v: Any,
+    gates: Mapping[str, Any],
+    state: Any = None,
+    valid: Any = None,
+    reset: Any = None,
+) -> None:
+    """Shapes and types of the arguments of `forward`.
+
+    Raises:
+        ValueError: naming the argument, what came and what is wanted.
+    """
+
+    def check(name: str, x: Any, shapes: list[tuple[int, ...]], kind: Any) -> None:
+        if getattr(x, "shape", None) not in shapes or not jnp.issubdtype(x.dtype, kind):
+            got = f"shape {x.shape} and dtype {x.dtype}" if hasattr(x, "shape") else type(x).__name__
+            wanted = " or ".join(map(str, shapes))
+            raise ValueError(f"{name}: got {got}, want shape {wanted} and dtype {getattr(kind, '__name__', kind)}")
+
+    for name, x in (("q", q), ("v", v)):
+        if getattr(x, "ndim", None) != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: got shape {getattr(x, 'shape', None)}, want four axes, none of them empty")
+    batch, length, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    if value_heads % heads:
+        raise ValueError(f"v: got {value_heads} heads, want a multiple of the {heads} heads of q and k")
+    check("k", k, [q.shape], q.dtype)
+    check("v", v, [(batch, length, value_heads, value_dim)], q.dtype)
+    if set(gates) != set(axes):
+        raise ValueError(f"gates: got {sorted(gates)}, want {sorted(axes)}, the names in axes")
+    for name, axis in axes.items():
+        last = {"head": (), "key": (key_dim,), "value": (value_dim,)}.get(axis)
+        if last is None:
+            raise ValueError(f"axes[{name!r}]: got {axis!r}, want 'head', 'key' or 'value'")
+        shapes = [(batch, length, n, *last) for n in dict.fromkeys((heads, value_heads))]
+        check(f"gates[{name!r}]", gates[name], shapes, jnp.floating)
+    if state is not None:
+        check("state", state, [(batch, value_heads, key_dim, value_dim)], jnp.float32)
+    for name, x in (("valid", valid), ("reset", reset)):
+        if x is not None:
+            check(name, x, [(batch, length)], jnp.bool_)
 
 
 def landing_dtypes(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +219,8 @@ def _head_log_decay(
     return log_decay if valid is None else jnp.where(valid[..., None], log_decay, 0)
 
 
-def tiled(function: Callable[..., Any], axes: Mapping[str, str]) -> TiledRule:
-    return TiledRule(function, axes)
+def tiled(function: Callable[..., Any], axes: Mapping[str, str], q: Any, v: Any) -> TiledRule:
+    return TiledRule(function, axes, q.shape[-1], v.shape[-1])
 
 
 def unsupported(
@@ -194,7 +241,7 @@ def unsupported(
     if max(key_dim, value_dim) > MOST:
         return f"K = {key_dim} and V = {value_dim}; the kernels go up to {MOST}"
     try:
-        rule = tiled(function, axes)
+        rule = tiled(function, axes, q, v)
     except Unsupported as error:
         return f"the rule cannot run inside a kernel: {error}"
     problem = make_problem(

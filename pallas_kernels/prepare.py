@@ -52,7 +52,8 @@ def _run(
         chunk.keys(piece)
     chunk.forget_addresses(1)
     if problem.decay == "key":
-        plgpu.barrier_wait(chunk.barriers.decay)
+        if layout.decay:
+            plgpu.barrier_wait(chunk.barriers.decay)
         log_decays = chunk.log_decays()
         scores, *lower = chunk.channel_scores(log_decays, select)
         sync()

@@ -15,6 +15,7 @@ class Problem:
     value_heads: int
     key_dim: int
     value_dim: int
+    true_key_dim: int  # without the channels added to make K a multiple of 64
     scale: float
     numbers: Numbers
     dtype: Any

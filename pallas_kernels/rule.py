@@ -59,6 +59,21 @@ ELEMENTWISE = frozenset(
 )
 """What a rule's function may use: each lowers for a GPU, on tiles and on vectors."""
 
+LONGER = {"log1p": lambda x: _log1p(x), "expm1": lambda x: _expm1(x)}
+"""Operations made of those, without losing digits next to 0."""
+
+
+def _log1p(x: Array) -> Array:
+    u = 1.0 + x
+    return jnp.where(u == 1.0, x, jnp.log(u) * (x / jnp.where(u == 1.0, 1.0, u - 1.0)))
+
+
+def _expm1(x: Array) -> Array:
+    u = jnp.exp(x)
+    low = jnp.log(jnp.where(u <= 0.0, 1.0, u))
+    return jnp.where(u == 1.0, x, jnp.where(jnp.abs(x) > 0.5, u - 1.0, (u - 1.0) * (x / jnp.where(u == 1.0, 1.0, low))))
+
+
 VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"))
 
@@ -97,7 +112,7 @@ def _check(jaxpr: Any, name: str) -> None:
             kept = x.aval.shape == () or (len(out.aval.shape) in (1, 2) and out.aval.shape[0] == x.aval.shape[0])
             if not kept:
                 raise Unsupported(f"its {name} reshapes {x.aval.shape} to {out.aval.shape}")
-        elif primitive not in ELEMENTWISE:
+        elif primitive not in ELEMENTWISE and primitive not in LONGER:
             raise Unsupported(f"its {name} uses the operation {primitive!r}, which the kernels do not have")
 
 
@@ -123,19 +138,21 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
 
 def _view(x: Any, was: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     if was == ():
-        return lax.broadcast(jnp.asarray(x), shape[:1] if _thin(shape) else shape)
+        return lax.broadcast(jnp.asarray(x), (C,) if len(shape) == 1 or _thin(shape) else (C, C))
     if jnp.ndim(x) == 1 and len(shape) == 2 and not _thin(shape):
-        return rows(x, shape[1])
+        return rows(x, C)
     return x
 
 
 def _apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
-    wide = [rows(x, shape[1]) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
+    wide = [rows(x, C) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
     name = equation.primitive.name
     if name == "add_any":
         return lax.add(*wide)
     if name in ("copy", "stop_gradient"):
         return wide[0]
+    if name in LONGER:
+        return LONGER[name](wide[0])
     out = equation.primitive.bind(*wide, **equation.params)
     return out[0] if isinstance(out, list | tuple) else out
 
@@ -146,6 +163,7 @@ class TiledRule:
     Args:
         function: (q, k, v, **gates) -> (k, e or None, z, log_decay or None), token-wise and channel-wise.
         axes: for each gate, "head", "key" or "value".
+        key_dim, value_dim: K and V, for a function that looks at its arguments' shapes.
     Attributes:
         arguments: for each output, the names that it reads.
         absent: the outputs that are None.
@@ -154,12 +172,15 @@ class TiledRule:
         Unsupported: the function cannot be evaluated on tiles.
     """
 
-    def __init__(self, function: Callable[..., Any], axes: Mapping[str, str]) -> None:
+    def __init__(self, function: Callable[..., Any], axes: Mapping[str, str], key_dim: int, value_dim: int) -> None:
         self.names = ["q", "k", "v", *axes]
         self.axis = {"q": "key", "k": "key", "v": "value", **axes}
-        # Two widths that differ tell a rule that mixes key with value channels apart, also where K = V.
-        self._trace(function, {"head": 1, "key": C, "value": C // 2})
-        self._trace(function, {"head": 1, "key": C, "value": C})
+        if key_dim == 1 or value_dim == 1:
+            raise Unsupported("a head of one channel looks like a gate with one number per head")
+        if key_dim == value_dim:
+            # Two widths that differ tell a rule that mixes key with value channels apart.
+            self._trace(function, {"head": 1, "key": key_dim, "value": value_dim + 1})
+        self._trace(function, {"head": 1, "key": key_dim, "value": value_dim})
 
     def _trace(self, function: Callable[..., Any], width: Mapping[str, int]) -> None:
         shapes = [jax.ShapeDtypeStruct((C, width[self.axis[n]]), jnp.float32) for n in self.names]
@@ -177,7 +198,9 @@ class TiledRule:
                 closed = jax.make_jaxpr(part)(*shapes)
             except (TypeError, ValueError) as error:
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise Unsupported(f"its {output} mixes key and value channels ({first})") from error
+                raise Unsupported(
+                    f"it cannot be traced with K = {width['key']} and V = {width['value']}: {first}"
+                ) from error
             if not closed.jaxpr.outvars:
                 self.absent.add(output)
                 self.arguments[output] = []
@@ -194,6 +217,8 @@ class TiledRule:
                 allowed = {"z": ("head", "value"), "log_decay": ("head", "key")}.get(output, ("head", "key"))
                 if self.axis[name] not in allowed:
                     raise Unsupported(f"its {output} reads {name}, a number per {self.axis[name]} channel")
+                if output == "log_decay" and name in ("q", "k"):
+                    raise Unsupported(f"its log_decay reads {name}, and the kernels make it of gates alone")
         if self.decay_axis == "head" and any(self.axis[n] != "head" for n in self.arguments["log_decay"]):
             raise Unsupported("its log_decay, one number per head, reads more than gates with one number per head")
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.forward import DTYPES, unsupported
+from pallas_kernels.inputs import DTYPES, check_arrays, unsupported
 from pallas_kernels.tiles import C
 
 CAPABILITY = "9.0"
@@ -37,11 +37,14 @@ def supports(
         function, axes, accurate, interpret: as in `forward`; with `interpret` any machine will do.
         q, k, v, gates: as in `forward`; shapes and dtypes count, so `jax.ShapeDtypeStruct` will do.
         masked, segmented: whether `forward` gets `valid` and `reset`.
+    Raises:
+        ValueError: an array would not fit on any machine; the message names it.
 
     >>> q = jax.ShapeDtypeStruct((1, 100, 2, 512), jnp.bfloat16)
     >>> supports(lambda q, k, v: (k, None, v, None), {}, q, q, q, {}, interpret=True)
     'K = 512 and V = 512; the kernels go up to 256'
     """
+    check_arrays(axes, q, k, v, gates)
     accurate = q.dtype == jnp.float32 if accurate is None else accurate
     reason = machine(q) if interpret is None else None
     if reason is not None:

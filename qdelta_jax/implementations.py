@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jax import lax
 
 from qdelta_jax import mosaic
-from qdelta_jax.checks import check_precision
+from qdelta_jax.checks import check_count, check_precision
 from qdelta_jax.rules import Rule, get_rule
 
 __all__ = ["IMPLEMENTATIONS", "Implementation", "resolve_implementation"]
@@ -46,11 +46,12 @@ def resolve_implementation(
     'xla'
 
     Raises:
-        ValueError: no implementation has that name.
+        ValueError: no implementation has that name, or length is no integer of at least 1.
         NotImplementedError: "mosaic" is asked for and cannot run; the message says why.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: got {implementation!r}, want None or one of {IMPLEMENTATIONS}")
+    length = check_count("length", length)
     wanted = implementation == "mosaic" or (implementation is None and length > 1 and not validate)
     if q is None or not wanted:
         return implementation or ("scan" if length == 1 else "xla")

@@ -214,3 +214,31 @@ def test_chunk_size_and_residuals_change_nothing():
     with run_stand_in():
         want = jax.value_and_grad(f)(x)
         assert_close(jax.value_and_grad(lambda x: f(x, chunk_size=16, residuals="keep"))(x), want, SAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 65, 1, 8)}, r"k: got shape \(1, 65, 1, 8\)"),
+        ({"v": (1, 65, 3, 0)}, "v: got shape"),
+        ({"gates": {}}, r"gates: got \[\], want \['beta'\]"),
+        ({"gates": {"beta": (1, 5, 1)}}, r"gates\['beta'\]: got shape \(1, 5, 1\)"),
+        ({"state": (2, 1, 16, 24)}, "state: got shape"),
+        ({"state": None}, "state: got None"),
+    ],
+)
+def test_the_kernels_alone_refuse_what_does_not_fit(change, message):
+    shapes = {"q": (1, 65, 1, 16), "k": (1, 65, 1, 16), "v": (1, 65, 1, 24), "gates": {"beta": (1, 65, 1)}}
+    shapes |= {"state": (1, 1, 16, 24)} | change
+    arrays = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.forward(qd.RULES["delta_net"].function, {"beta": "head"}, **arrays, scale=1.0)
+
+
+def test_a_decay_made_of_keys_is_refused_by_name():
+    @qd.rule()
+    def forgetful(q, k, v):
+        return qd.Coefficients(k, e=None, z=v, log_decay=-abs(k))
+
+    with any_machine(), pytest.raises(NotImplementedError, match="its log_decay reads k"):
+        resolve_implementation("mosaic", 65, **{**arguments("linear_attention"), "rule": forgetful})

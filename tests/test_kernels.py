@@ -180,6 +180,25 @@ def test_a_rule_of_ones_own():
         assert relative_error(x, y) <= KERNEL["bfloat16"]
 
 
+@qd.rule(beta=qd.per_head())
+def awkward(q, k, v, *, beta):
+    """Keys that are not 0 where k is, a number made of a shape, a decay per channel that no gate makes."""
+    key = 0.3 * jnp.exp(k)
+    return qd.Coefficients(key, e=beta * key * k.shape[-1] ** -0.5, z=jnp.log1p(v), log_decay=jnp.full_like(k, -0.1))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_padded_channels_shapes_constants_and_small_values(size):
+    inputs = make_inputs("delta_net", SMALL)
+    inputs = {**inputs, **{n: size * abs(inputs[n]) for n in ("v", "initial_state")}}
+    inputs = cast_inputs(inputs, F32)
+    with run_kernels():
+        got = call(awkward, inputs, implementation="mosaic")
+    want = call(awkward, inputs, implementation="xla")
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) <= KERNEL["float32"]
+
+
 @pytest.mark.gpu
 @every_rule
 @pytest.mark.parametrize("dtype", [BF16, F32])
