@@ -222,11 +222,6 @@ class TiledRule:
         if self.decay_axis == "head" and any(self.axis[n] != "head" for n in self.arguments["log_decay"]):
             raise Unsupported("its log_decay, one number per head, reads more than gates with one number per head")
 
-    def is_input(self, output: str, name: str) -> bool:
-        """Whether an output is one of the inputs, untouched."""
-        jaxpr = self.jaxprs[output].jaxpr
-        return jaxpr.outvars[0] is jaxpr.invars[self.names.index(name)]
-
     def __call__(self, output: str, tiles: Mapping[str, Array]) -> Array:
         """One output of tiles by name: [C, width] arrays, [C] vectors for gates with one number per head."""
         closed = self.jaxprs[output]

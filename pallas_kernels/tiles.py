@@ -38,18 +38,10 @@ class Numbers:
     interpret: bool = False
 
 
-def swizzle(columns: int, dtype: Any) -> int:
-    """The widest swizzle whose bytes divide a row of a tile."""
-    row = columns * jnp.dtype(dtype).itemsize
-    for width in (128, 64, 32):
-        if row % width == 0:
-            return width
-    raise NotImplementedError(f"a row of {row} bytes: a tile wants a multiple of 32")
-
-
 def smem(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A shared-memory tile that matrix instructions and the copy engine can read."""
-    width = swizzle(shape[-1], dtype)
+    """A shared-memory tile that matrix instructions and the copy engine can read, with the widest swizzle that fits."""
+    row = shape[-1] * jnp.dtype(dtype).itemsize
+    width = next(w for w in (128, 64, 32) if row % w == 0)
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     transforms = (tiling((8, width // jnp.dtype(dtype).itemsize)), swizzling(width))
@@ -59,17 +51,6 @@ def smem(shape: tuple[int, ...], dtype: Any) -> Any:
 def operand(shape: tuple[int, ...], numbers: Numbers) -> tuple[Any, ...]:
     """Shared memory of one operand."""
     return tuple(smem(shape, numbers.dtype) for _ in range(numbers.parts))
-
-
-def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    size = jnp.dtype(dtype).itemsize
-    for n in shape:
-        size *= n
-    return -(-size // 1024) * 1024
-
-
-def at(x: Operand, *index: Any) -> Operand:
-    return tuple(ref.at[index] for ref in x)
 
 
 def transposed(x: Operand) -> Operand:
