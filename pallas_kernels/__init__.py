@@ -3,7 +3,8 @@
 This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
 
-from pallas_kernels.forward import DTYPES, Forward, forward
+from pallas_kernels.forward import Forward, forward
+from pallas_kernels.inputs import DTYPES
 from pallas_kernels.inverse import unit_lower_inverse
 from pallas_kernels.supports import GRID, machine, supports
 

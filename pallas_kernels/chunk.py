@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -82,11 +82,6 @@ class Chunk:
 
     # Device memory.
 
-    def head_of(self, heads: int) -> Any:
-        """The head of an array with fewer heads: each serves several."""
-        share = self.problem.value_heads // heads
-        return self.head if share == 1 else lax.div(self.head, jnp.int32(share))
-
     def load_vectors(self, again: bool = False) -> dict[str, Array]:
         """One number for each token. Those along rows are loaded a chunk ahead, because nothing else waits for device
         memory; those along columns take too many registers for that."""
@@ -96,13 +91,13 @@ class Chunk:
         for name in vector_names(self.problem, self.rule):
             if name.endswith("_again") == again:
                 ref = self.inputs[name]
-                head = () if len(ref.shape) == 2 else (self.head_of(ref.shape[1]),)
+                head = () if len(ref.shape) == 2 else (self.problem.shared_head(self.head, ref.shape[1]),)
                 found[name] = vector(ref.at[(self.batch, *head, self.tokens)], COL if again else ROW)
         return found
 
     def fetch(self, name: str, page: Any, piece: Any, barrier: Any) -> None:
         ref = self.inputs[name]
-        source = ref.at[self.batch, self.tokens, self.head_of(ref.shape[2]), pl.ds(piece * C, C)]
+        source = ref.at[self.batch, self.tokens, self.problem.shared_head(self.head, ref.shape[2]), pl.ds(piece * C, C)]
         plgpu.copy_gmem_to_smem(source, self.pages.tile(page, ref.dtype), barrier)
 
     def fetch_keys(self, names: tuple[str, ...]) -> None:

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import states
-from pallas_kernels.inputs import DTYPES, check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
-from pallas_kernels.prepare import PROCESSORS, prepare
+from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
+from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.states import Scan
-
-__all__ = ["DTYPES", "Forward", "forward", "unsupported"]
+from pallas_kernels.tiles import PROCESSORS
 
 
 class Forward(NamedTuple):
@@ -26,7 +25,7 @@ class Forward(NamedTuple):
     states: Array | None
 
 
-def stretches(problem: Problem, processors: int = 132) -> int:
+def stretches(problem: Problem) -> int:
     """How many parts of a sequence run at the same time: 1 unless that leaves most of the chip idle.
 
     Each part costs its share of the chunks twice (first for its transition and the state it adds, then for the
@@ -37,12 +36,12 @@ def stretches(problem: Problem, processors: int = 132) -> int:
 
     def cost(count: int) -> float:
         each = -(-problem.chunks // count)
-        rounds = each * max(1.0, tiles * count / processors / 2)
+        rounds = each * max(1.0, tiles * count / PROCESSORS / 2)
         if count == 1:
             return rounds
-        first = each * max(1.0, tiles * (count - 1) / processors / 2)
+        first = each * max(1.0, tiles * (count - 1) / PROCESSORS / 2)
         if extra and count > 2:
-            first += each * max(1.0, extra * (count - 2) / processors / 2)
+            first += each * max(1.0, extra * (count - 2) / PROCESSORS / 2)
         return rounds + first + 4.0 * count
 
     options = [1 << i for i in range(7) if 1 << i <= max(1, problem.chunks // 4)]

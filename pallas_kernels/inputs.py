@@ -205,9 +205,8 @@ def _head_log_decay(
 ) -> Array:
     """log_decay [B, T, heads] float32 of the rule; 0 where a token is not valid."""
     names = rule.arguments["log_decay"]
-    shape = (problem.batch, problem.length, heads[names[0]].shape[2] if names else 1)
     if rule.decay_axis is None:
-        return jnp.zeros(shape, jnp.float32)
+        return jnp.zeros((problem.batch, problem.length, 1), jnp.float32)
     most = max([heads[n].shape[2] for n in names], default=1)
     given = {}
     for name in rule.names:

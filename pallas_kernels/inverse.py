@@ -10,10 +10,10 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.forward import DTYPES
+from pallas_kernels.inputs import DTYPES
 from pallas_kernels.mesh import without_axes
 from pallas_kernels.supports import machine
-from pallas_kernels.tiles import TILE, C, Numbers, operand, product, put, smem, split
+from pallas_kernels.tiles import TILE, C, Numbers, iotas, operand, product, put, smem, split
 from pallas_kernels.triangular import invert
 
 SIZES = (16, 32, 64, 128)
@@ -80,11 +80,6 @@ def _numbers(accurate: bool, interpret: Any) -> Numbers:
     return Numbers(jnp.float16, 2 if accurate else 1, interpret is not None)
 
 
-def _iotas(shape: tuple[int, int]) -> list[Array]:
-    """Row and column numbers of a tile."""
-    return [plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1)]
-
-
 def _call(body: Any, lower: Array, shape: tuple[int, ...], blocks: int, scratch: list[Any], interpret: Any) -> Array:
     return plgpu.kernel(
         body,
@@ -111,7 +106,7 @@ def _small(lower: Array, *, accurate: bool, interpret: Any) -> Array:
         rows = pl.ds(lax.axis_index("block") * C, C)
         plgpu.copy_gmem_to_smem(lower.at[rows], landing, barrier)
         plgpu.barrier_wait(barrier)
-        r, c = _iotas((C, size))
+        r, c = iotas((C, size))
         own = jnp.bitwise_and(r, size - 1)
         x = plgpu.load(landing, layout=TILE, optimized=False).astype(jnp.float32)
         x = jnp.where(own > c, x, 0.0)
@@ -120,7 +115,7 @@ def _small(lower: Array, *, accurate: bool, interpret: Any) -> Array:
             put(identities, jnp.where(own == c, 1.0, 0.0), one)
             plgpu.commit_smem()
             x = product(one, *(((part,), (identities[0].T,)) for part in narrow))
-            r, c = _iotas((C, C))
+            r, c = iotas((C, C))
             x = jnp.where(jnp.bitwise_xor(r, c) < size, x, 0.0)
         x = invert(x, x_s, l_s, numbers)
         if size < C:
@@ -143,7 +138,7 @@ def _large(lower: Array, *, accurate: bool, interpret: Any) -> Array:
 
     def body(lower, out, landing, result, x_s, l_s, left, barrier):
         matrix = lax.axis_index("block")
-        r, c = _iotas((C, C))
+        r, c = iotas((C, C))
 
         def place(row: int, column: int) -> Any:
             return (matrix, pl.ds(row * C, C), pl.ds(column * C, C))

@@ -23,10 +23,7 @@ from pallas_kernels.pages import Pages, memory
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.scores import selections
-from pallas_kernels.tiles import COL, TILE, C, product, put, smem, sync, vector
-
-PROCESSORS = 132
-"""Multiprocessors of a full Hopper chip."""
+from pallas_kernels.tiles import COL, PROCESSORS, TILE, C, product, put, smem, sync, vector
 
 
 def _run(
@@ -216,7 +213,7 @@ def prepare(
         grid_names=("block",),
         scratch_types=[
             memory(workers, layout.pages, dtypes, problem.numbers.interpret),
-            smem((max(1, layout.selections), C, C), jnp.float16) if layout.selections else smem((1, 8, C), jnp.float16),
+            smem((layout.selections, C, C) if layout.selections else (1, 8, C), jnp.float16),
             plgpu.Barrier(num_arrivals=max(1, layout.selections)),
             barrier(num_arrivals=copies),
             barrier(num_arrivals=max(1, len(layout.decay) * problem.key_pieces)),

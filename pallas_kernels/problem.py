@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from pallas_kernels.tiles import C, Numbers
 
 
@@ -27,6 +30,11 @@ class Problem:
     @property
     def chunks(self) -> int:
         return -(-self.length // C)
+
+    def shared_head(self, head: Any, heads: int) -> Any:
+        """The head of an array with fewer heads that serves a value head: each serves several."""
+        share = self.value_heads // heads
+        return head if share == 1 else lax.div(head, jnp.int32(share))
 
     @property
     def key_pieces(self) -> int:

@@ -18,7 +18,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layout import RESERVED
 from pallas_kernels.pages import PAGE, Pages, memory, pages_of
 from pallas_kernels.problem import Problem
-from pallas_kernels.tiles import ROW, SMEM_LIMIT, TILE, C, iotas, product, put, rows, take, transposed, vector
+from pallas_kernels.tiles import (
+    PROCESSORS,
+    ROW,
+    SMEM_LIMIT,
+    TILE,
+    C,
+    iotas,
+    product,
+    put,
+    rows,
+    take,
+    transposed,
+    vector,
+    zeros,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class Scan:
 
 
 class Layout:
-    """Pages of a block (`shared`) and of each of its warpgroups (`own`)."""
+    """Pages of a block (`shared`) and of each of its warpgroups (`own`): first the state, from page 0."""
 
     def __init__(self, problem: Problem, depth: int) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
@@ -60,7 +74,6 @@ class Layout:
         self.per_slot = (matrices * pieces + 1) * parts
         self.shared = depth * self.per_slot
         self.shared += self.shared % 2
-        self.state = 0
         self.corrected = pieces * parts
         self.values = self.corrected + (parts if problem.erases else 0)
         out = self.values + depth * parts
@@ -77,10 +90,10 @@ class Layout:
         return (self.shared + warpgroups * self.own) * PAGE
 
 
-def choose(problem: Problem, stretches: int, processors: int = 132) -> tuple[int, int] | None:
+def choose(problem: Problem, stretches: int) -> tuple[int, int] | None:
     """(warpgroups, depth) that fit into shared memory, or None."""
     blocks = problem.batch * problem.value_heads * stretches * problem.value_pieces
-    most = 1 if blocks <= processors else 2
+    most = 1 if blocks <= PROCESSORS else 2
     options = [(w, d) for d in (2, 1) for w in range(most, 0, -1) if problem.value_pieces % w == 0]
     for warpgroups, depth in options:
         if Layout(problem, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
@@ -182,15 +195,14 @@ def scan(
             r, c = iotas()
             if how.identity:
                 return jnp.where(r + piece * C == c + column, 1.0, 0.0)
-            return plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), TILE)
+            return zeros((C, C))
 
         def decay(index: Any, piece: int) -> Any:
             """gamma, a number for each row or one for all."""
             if problem.decay == "key":
                 return vector(given["gamma"].at[batch, head, index, pl.ds(piece * C, C)], ROW)
             if problem.decay == "head":
-                share = problem.value_heads // given["carry"].shape[1]
-                return given["carry"][batch, head if share == 1 else lax.div(head, jnp.int32(share)), index]
+                return given["carry"][batch, problem.shared_head(head, given["carry"].shape[1]), index]
             return None
 
         def step(number: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:

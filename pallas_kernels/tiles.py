@@ -21,6 +21,9 @@ C = 64
 SMEM_LIMIT = 232_448
 """Bytes of shared memory that one block may use on Hopper."""
 
+PROCESSORS = 132
+"""Multiprocessors of a full Hopper chip."""
+
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)  # a vector with one number per row of a tile
 COL = TILE.reduce(0)  # a vector with one number per column of a tile
@@ -106,9 +109,9 @@ def zeros(shape: tuple[int, ...]) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
 
 
-def iotas() -> tuple[Array, Array]:
+def iotas(shape: tuple[int, int] = (C, C)) -> tuple[Array, Array]:
     """Row and column numbers of a tile."""
-    r, c = (plgpu.broadcasted_iota(jnp.int32, (C, C), d, layout=TILE) for d in (0, 1))
+    r, c = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=TILE) for d in (0, 1))
     return r, c
 
 
