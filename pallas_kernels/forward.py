@@ -92,13 +92,9 @@ def run(
 
     count, layout, workers, processors: override what the shapes and the chip choose, for tests.
     """
-    inputs = dict(inputs)
-    carry = inputs.pop("carry", None)
     prepared = prepare(problem, rule, inputs, workers, interpret, processors)
-    if carry is not None:
-        prepared["carry"] = carry
     count = stretches(problem) if count is None else count
-    chosen = layout or states.choose(problem, count)
+    chosen = layout or states.choose(problem, rule, {n: x.dtype for n, x in inputs.items()}, count)
     assert chosen is not None, "`unsupported` has looked for room"
     warpgroups, depth = chosen
     how = Scan(count, warpgroups, depth, save_states=save_states)
@@ -106,16 +102,18 @@ def run(
     if count > 1:
         part = replace(how, outputs=False, save_states=False, last=count - 1)
         rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
-        ends = states.scan(problem, part, prepared, jnp.concatenate([start, rest], axis=2), interpret)["end"]
+        ends = states.scan(problem, rule, part, prepared, inputs, jnp.concatenate([start, rest], axis=2), interpret)[
+            "end"
+        ]
         moves = None
         if problem.erases and count > 2:
             narrow = warpgroups if problem.key_pieces % warpgroups == 0 else 1
             part = replace(part, warpgroups=narrow, identity=True, first=1)
-            moves = states.scan(problem, part, prepared, None, interpret)["end"]
+            moves = states.scan(problem, rule, part, prepared, inputs, None, interpret)["end"]
         elif count > 2:
-            moves = _carried(problem, prepared, count)
+            moves = _carried(problem, {**inputs, **prepared}, count)
         start = _join(state, ends, moves)
-    return states.scan(problem, how, prepared, start, interpret)
+    return states.scan(problem, rule, how, prepared, inputs, start, interpret)
 
 
 def forward(

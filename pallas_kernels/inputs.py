@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels import states
 from pallas_kernels.layout import Layout
+from pallas_kernels.linear import terms
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule, Unsupported
 from pallas_kernels.scores import LOG2_E, floor
@@ -53,6 +54,7 @@ def make_problem(
         numbers=Numbers(dtype, 2 if accurate else 1, interpret),
         dtype=jnp.dtype(q.dtype),
         erases=erases,
+        terms=terms(rule),
         decay=decay,
         masked=masked or q.shape[1] % C != 0,
         segmented=segmented,
@@ -248,6 +250,6 @@ def unsupported(
     )
     dtypes = {"q": q.dtype, "k": q.dtype, "v": v.dtype} | {n: x.dtype for n, x in gates.items()}
     dtypes = landing_dtypes(problem, rule, dtypes)
-    if Layout(problem, rule, dtypes).workers == 0 or states.choose(problem, 1) is None:
+    if Layout(problem, rule, dtypes).workers == 0 or states.choose(problem, rule, dtypes, 1) is None:
         return f"K = {key_dim} and V = {value_dim} in {q.dtype} need more shared memory than a multiprocessor has"
     return None

@@ -102,7 +102,7 @@ def _small(lower: Array, *, accurate: bool, interpret: Any) -> Array:
     numbers = _numbers(accurate, interpret)
     one = Numbers(jnp.float16, 1, numbers.interpret)
 
-    def body(lower, out, landing, result, x_s, l_s, narrow, identities, barrier):
+    def body(lower, out, landing, result, x_s, l_s, lx_s, narrow, identities, barrier):
         rows = pl.ds(lax.axis_index("block") * C, C)
         plgpu.copy_gmem_to_smem(lower.at[rows], landing, barrier)
         plgpu.barrier_wait(barrier)
@@ -117,7 +117,7 @@ def _small(lower: Array, *, accurate: bool, interpret: Any) -> Array:
             x = product(one, *(((part,), (identities[0].T,)) for part in narrow))
             r, c = iotas((C, C))
             x = jnp.where(jnp.bitwise_xor(r, c) < size, x, 0.0)
-        x = invert(x, x_s, l_s, numbers)
+        x = invert(x, x_s, l_s, lx_s, numbers)
         if size < C:
             x = product(one, *(((part,), identities) for part in split(x, numbers)))
         result[...] = x
@@ -126,7 +126,7 @@ def _small(lower: Array, *, accurate: bool, interpret: Any) -> Array:
         plgpu.wait_smem_to_gmem(0)
 
     square, narrow = operand((C, C), numbers), operand((C, size), numbers)
-    scratch = [square, square, narrow, operand((C, size), one), plgpu.Barrier()]
+    scratch = [square, square, square, narrow, operand((C, size), one), plgpu.Barrier()]
     flat = lower.reshape(-1, size)
     made = _call(body, flat, flat.shape, -(-flat.shape[0] // C), scratch, interpret)
     return made.reshape(lower.shape)
@@ -136,7 +136,7 @@ def _large(lower: Array, *, accurate: bool, interpret: Any) -> Array:
     """C = 128: [[X1, 0], [-X2 L21 X1, X2]] of two halves."""
     numbers = _numbers(accurate, interpret)
 
-    def body(lower, out, landing, result, x_s, l_s, left, barrier):
+    def body(lower, out, landing, result, x_s, l_s, lx_s, left, barrier):
         matrix = lax.axis_index("block")
         r, c = iotas((C, C))
 
@@ -157,19 +157,19 @@ def _large(lower: Array, *, accurate: bool, interpret: Any) -> Array:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(result, out.at[place(row, column)])
 
-        first = invert(fetch(0, 0), x_s, l_s, numbers)
+        first = invert(fetch(0, 0), x_s, l_s, lx_s, numbers)
         store(first, 0, 0)
         put(x_s, first, numbers)
         put(l_s, fetch(1, 0), numbers)
         plgpu.commit_smem()
         put(left, product(numbers, (l_s, x_s)), numbers)
         store(jnp.where(r < 0, first, 0.0), 0, 1)
-        second = invert(fetch(1, 1), x_s, l_s, numbers)
+        second = invert(fetch(1, 1), x_s, l_s, lx_s, numbers)
         store(second, 1, 1)
         plgpu.commit_smem()
         store(-product(numbers, (split(second, numbers), left)), 1, 0)
         plgpu.wait_smem_to_gmem(0)
 
     square = operand((C, C), numbers)
-    scratch = [square, square, square, plgpu.Barrier()]
+    scratch = [square, square, square, square, plgpu.Barrier()]
     return _call(body, lower, lower.shape, lower.shape[0], scratch, interpret)

@@ -1,15 +1,17 @@
 """Which pages of shared memory hold what while a chunk is prepared, for one worker.
 
 q, k, e     one operand for each piece of 64 key channels: q, k and the first gate of e land there, become operands,
-            and end as Q, K and W. Once Q and K have been stored, v lands in q's pages and its gate in k's.
-scratch     log_decay and the scaled keys of one level, for each piece; then the two operands of the inverse, and P
+            and end as Q, K and Y; e only where `prepare` makes Y
+scratch     with a decay per channel, log_decay and the scaled keys of one level, for each piece; then the operands of
+            the inverse, and P
+a           the inverse, on its way to device memory
 landing     further gates
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_kernels.pages import PAGE, pages_of
+from pallas_kernels.pages import PAGE, Taken, pages_of
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.scores import selections
@@ -26,7 +28,8 @@ def channel_gates(rule: TiledRule, *outputs: str) -> list[str]:
 
 
 def head_gates(rule: TiledRule, *outputs: str) -> list[str]:
-    return [n for o in outputs for n in rule.arguments.get(o, ()) if rule.axis[n] == "head"]
+    names = [n for o in outputs for n in rule.arguments.get(o, ()) if rule.axis[n] == "head"]
+    return list(dict.fromkeys(names))
 
 
 class Layout:
@@ -35,49 +38,42 @@ class Layout:
     def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         each = parts * pieces
-        self.step = parts
-        self.q, self.k, self.e = 0, each, 2 * each
-        self.taken = (3 if problem.erases else 2) * each
         channels = problem.decay == "key"
+        made = problem.erases and not problem.direct
+        taken = Taken()
+        self.step = parts
+        self.q, self.k = taken.take(each), taken.take(each)
+        self.e = taken.take(each) if made else None
         # log_decay lands as float32 in two pages and stays as an operand in the first; one level's keys lie behind.
         self.scratch_step = 2 * parts
-        size = max(2, pieces) * self.scratch_step if channels else 3 * parts
-        self.scratch = self._take(size, even=channels or parts == 2)
-        self.x, self.l = self.scratch, self.scratch + parts
+        size = max(2, pieces) * self.scratch_step if channels else 4 * parts
+        self.scratch = taken.take(size, even=channels or parts == 2)
         self.ones = self.scratch + parts
-        self.p = self.scratch + (3 if channels else 2) * parts
+        # The operands of the inverse, and P in what is left.
+        self.x, self.l, self.lx, self.p = (self.scratch + i * parts for i in (0, 1, 2, 3))
         # name -> (first page, step)
         self.keys = {"q": (self.q, parts), "k": (self.k, parts)}
-        for index, name in enumerate(channel_gates(rule, "k", "e")):
+        own = made and problem.terms is None
+        for index, name in enumerate(channel_gates(rule, "k", *(("e",) if own else ()))):
             size = pages_of(dtypes[name])
-            shared = index == 0 and problem.erases and size <= parts
-            self.keys[name] = (self.e, parts) if shared else (self._take(size * pieces, size > 1), size)
-        self.values = {"v": (self.q, parts)}
-        for index, name in enumerate(channel_gates(rule, "z")):
-            size = pages_of(dtypes[name])
-            shared = index == 0 and size <= parts
-            self.values[name] = (self.k, parts) if shared else (self._take(size * pieces, size > 1), size)
+            shared = index == 0 and own and size <= parts
+            self.keys[name] = (self.e, parts) if shared else (taken.take(size * pieces, size > 1), size)
         self.decay: dict[str, tuple[int, int]] = {}
         if channels:
             for index, name in enumerate(channel_gates(rule, "log_decay")):
                 size = pages_of(dtypes[name])
-                place = (self.scratch, self.scratch_step) if index == 0 else (self._take(size * pieces, True), size)
+                place = (self.scratch, self.scratch_step) if index == 0 else (taken.take(size * pieces, True), size)
                 self.decay[name] = place
-        # The gate of v lies where the next chunk's keys would.
-        self.keys_are_free = all(place != (self.k, parts) for n, place in self.values.items() if n != "v")
+        # Nothing lands where Y was: the inverse may lie there while the next chunk's keys land.
+        self.a = self.x if problem.direct else self.e if made and not own else taken.take(parts)
         # Tiles of 32 bits begin at even pages, for every worker.
-        self.wide = channels or parts == 2 or any(pages_of(dtypes[n]) > 1 for n in (*self.keys, *self.values))
-        self.pages = self.taken + (self.taken % 2 if self.wide else 0)
+        self.wide = channels or parts == 2 or any(pages_of(dtypes[n]) > 1 for n in self.keys)
+        self.pages = taken.count + (taken.count % 2 if self.wide else 0)
         # The matrices that sum log_decay lie in shared memory, for all workers, where there is room.
         self.selections = len(selections(parts)) if channels else 0
         if self._workers() == 0:
             self.selections = 0
         self.workers = self._workers()
-
-    def _take(self, count: int, even: bool) -> int:
-        start = self.taken + (self.taken % 2 if even else 0)
-        self.taken = start + count
-        return start
 
     def _workers(self) -> int:
         """Chunks that one multiprocessor works on at once; more would leave each too few registers."""

@@ -46,3 +46,16 @@ class Pages:
     def operand(self, page: Any, numbers: Numbers) -> Operand:
         """As many pages as an operand has parts."""
         return tuple(self.tile(page + part, numbers.dtype) for part in range(numbers.parts))
+
+
+class Taken:
+    """Numbers of pages, given out one after the other."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self, count: int, even: bool = False) -> int:
+        """The first of `count` pages that follow one another, an even number if wanted."""
+        start = self.count + (self.count % 2 if even else 0)
+        self.count = start + count
+        return start

@@ -1,10 +1,13 @@
-"""Everything about a chunk that does not need the state before it, all chunks at once.
+"""Everything about a chunk that needs neither the state before it nor its values, all chunks at once.
 
     L, P                scores between its tokens (scores.py), with the scale of the output in P
     A = (I + L)^-1      (triangular.py)
-    W = A (Gamma E)     U0 = A Z     Q = scale Gamma q     K = tail k     gamma
 
-so that the scan over chunks (states.py) is left with U = U0 - W S, O = Q S + P U and S' = gamma S + K^T U.
+and where q, k and e reach the state by more than a number per row (`Problem.direct` says where they do not)
+
+    Q = scale Gamma q     K = tail k     Y = Gamma E     gamma
+
+so that the scan over chunks (states.py) is left with U = A (Z - Y S), O = Q S + P U and S' = gamma S + K^T U.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,103 +20,86 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunk import STEPS, Barriers, Chunk
-from pallas_kernels.layout import Layout
+from pallas_kernels.chunk import STEPS, Barriers, Chunk, vector_names
+from pallas_kernels.layout import Layout, channel_gates
 from pallas_kernels.pages import Pages, memory
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.scores import selections
-from pallas_kernels.tiles import COL, PROCESSORS, TILE, C, product, put, smem, sync, vector
+from pallas_kernels.scores import selections, store_parts
+from pallas_kernels.tiles import COL, PROCESSORS, TILE, C, smem, sync, vector
 
 
 def _run(
     chunk: Chunk, following: Chunk, more: Any, select: Callable[[Any], Any], outputs: Mapping[str, Any]
 ) -> dict[str, Array]:
     """One chunk from device memory to device memory; starts copies of the following one where pages are free."""
-    problem, numbers, layout = chunk.problem, chunk.numbers, chunk.layout
+    problem, layout = chunk.problem, chunk.layout
     pieces = range(problem.key_pieces)
     place = (chunk.batch, chunk.head, chunk.tokens)
 
-    def store(source: Any, name: str, piece: int) -> None:
+    def store(source: Any, name: str, piece: int = 0) -> None:
         for part, ref in enumerate(source):
             plgpu.copy_smem_to_gmem(ref, outputs[name].at[part, *place, pl.ds(piece * C, C)])
 
-    early = ("k",) if layout.keys_are_free else ()
-    late = ("q",) if layout.keys_are_free else ("q", "k")
-    others = tuple(n for n in layout.keys if n not in ("q", "k"))
     ahead = following.load_vectors()
     chunk.vectors = chunk.vectors | chunk.load_vectors(again=True)
     plgpu.barrier_wait(chunk.barriers.keys)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's W, where e will be
     for piece in pieces:
         chunk.keys(piece)
     chunk.forget_addresses(1)
+    # What the last chunk stored has left its pages.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    log_decays = []
     if problem.decay == "key":
         if layout.decay:
             plgpu.barrier_wait(chunk.barriers.decay)
         log_decays = chunk.log_decays()
         scores, *lower = chunk.channel_scores(log_decays, select)
-        sync()
-        chunk.store_scores(scores)
-        for piece in pieces:
-            gamma = outputs["gamma"].at[chunk.batch, chunk.head, chunk.index, pl.ds(piece * C, C)]
-            chunk.scale_by_channel(piece, log_decays[piece], select, gamma)
     else:
         sync()
-        chunk.store_scores(chunk.head_scores(0))
-        lower = [chunk.head_scores(2)] if problem.erases else []
-        sync()
-        for piece in pieces:
-            chunk.scale_by_head(piece)
-    chunk.forget_addresses(2)
+        scores, *lower = chunk.head_scores()
     sync()
-    store(chunk.operand(layout.p), "p", 0)
-    for piece in pieces:
-        q, k, _ = chunk.operands(piece)
-        store(q, "q", piece)
-        store(k, "k", piece)
 
-    def values_in() -> None:
+    def fetch() -> None:
+        """The pages in which q, k and the gates of e land are free."""
         following.forget_addresses(3)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        chunk.fetch_values(0)
-        pl.when(more)(lambda: following.fetch_keys(early))
+        if not problem.direct:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(more)(lambda: following.fetch_keys(tuple(layout.keys)))
 
-    inverse = None
-    if problem.erases:
-        inverse = chunk.invert(chunk.inside(lower[0], False), values_in)
+    if problem.direct:
+        fetch()
+    chunk.store_scores(scores)
+    chunk.forget_addresses(2)
+    if problem.direct:
         sync()
+        store(chunk.operand(layout.p), "p")
     else:
-        values_in()
+        for piece in pieces:
+            if problem.decay == "key":
+                gamma = outputs["gamma"].at[chunk.batch, chunk.head, chunk.index, pl.ds(piece * C, C)]
+                chunk.scale_by_channel(piece, log_decays[piece], select, gamma)
+            else:
+                chunk.scale_by_head(piece)
+        sync()
+        store(chunk.operand(layout.p), "p")
+        for piece in pieces:
+            for x, name in zip(chunk.operands(piece), ("q", "k", "y"), strict=True):
+                if x is not None:
+                    store(x, name, piece)
+    if problem.erases:
+        inverse = chunk.invert(lower[0], None if problem.direct else fetch)
+    elif not problem.direct:
+        fetch()
     chunk.forget_addresses(4)
+    sync()
     if problem.decay == "key":
         pl.when(more)(following.fetch_decay)
-    for start in range(0, problem.value_pieces, len(pieces)):
-        count = min(len(pieces), problem.value_pieces - start)
-        for slot in range(count):
-            plgpu.barrier_wait(chunk.barriers.values(slot))
-            store(chunk.values(slot, inverse), "u", start + slot)
-        if start + count < problem.value_pieces:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            chunk.fetch_values(start + count)
-    chunk.forget_addresses(5)
-    if inverse is not None:
-        for piece in pieces:
-            e = chunk.operand(layout.e, piece)
-            w = product(numbers, (inverse, e))
-            sync()
-            put(e, w, numbers)
+    if problem.erases:
+        a = chunk.operand(layout.a)
+        store_parts(a, inverse)
         sync()
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    following.forget_addresses(5)
-    pl.when(more)(lambda: following.fetch_keys(late))
-    if inverse is not None:
-        for piece in pieces:
-            store(chunk.operand(layout.e, piece), "w", piece)
-        if others:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if others:
-        pl.when(more)(lambda: following.fetch_keys(others))
+        store(a, "a")
     return ahead
 
 
@@ -125,16 +111,19 @@ def prepare(
     interpret: Any = None,
     processors: int = PROCESSORS,
 ) -> dict[str, Array]:
-    """The arrays that the scan over chunks reads, [parts, B, HV, T', .] with T' = chunks * C.
+    """The arrays that the scan over chunks reads, [parts, B, HV, T', .] with T' = chunks * C; gamma [B, HV, chunks, K].
 
-    inputs: q, k [B, T, H, K]; v [B, T, HV, V]; gates per channel [B, T, heads, .]; gates per head [B, heads, T'];
+    inputs: q, k [B, T, H, K]; gates per channel [B, T, heads, .]; gates per head [B, heads, T'];
         with a decay per head: prefix, prefix_again, into, out_of [B, heads, T'] (log2 of the decay since the start of
         the chunk; decay from the state before the chunk, and to the state after it); where some tokens are not valid:
         valid [B, T']; where some clear the state: runs, runs_again [B, T'], and with a decay per channel into, out_of
         [B, T'] and through [B, chunks], zeros where the state is cleared on the way.
     """
+    gates = ("k", "e", "log_decay") if problem.decay == "key" else ("k", "e")
+    used = ["q", "k", *channel_gates(rule, *gates), *vector_names(problem, rule)]
+    used += ["through"] if problem.segmented and problem.decay == "key" else []
     inputs = {
-        **inputs,
+        **{name: inputs[name] for name in dict.fromkeys(used)},
         "nothing": jnp.zeros(STEPS, jnp.int32),
         "numbers": jnp.arange(C, dtype=jnp.int32),
         "numbers_again": jnp.arange(C, dtype=jnp.int32),
@@ -148,18 +137,16 @@ def prepare(
     dtypes = [jnp.dtype(x) for x in (jnp.float16, jnp.bfloat16, *((jnp.float32,) if layout.wide else ()))]
     tasks = problem.batch * problem.value_heads * problem.chunks
     blocks = min(processors, -(-tasks // workers))
-    slots = min(problem.key_pieces, problem.value_pieces)
 
     def body(*refs: Any) -> None:
         given = dict(zip(names, refs, strict=False))
         results = dict(zip(out, refs[len(names) :], strict=False))
-        views, matrices, selected, keys, decay, values = refs[len(names) + len(out) :]
+        views, matrices, selected, keys, decay = refs[len(names) + len(out) :]
         worker = lax.axis_index("worker") if workers > 1 else jnp.int32(0)
 
         def shared(nothing: Any) -> tuple[Pages, Barriers]:
             mine = worker + nothing
-            barriers = Barriers(keys.at[mine], decay.at[mine], lambda slot: values.at[mine * slots + slot])
-            return Pages(views, mine, dtypes), barriers
+            return Pages(views, mine, dtypes), Barriers(keys.at[mine], decay.at[mine])
 
         counts = vector(given["numbers"]), vector(given["numbers_again"], COL)
 
@@ -217,11 +204,10 @@ def prepare(
             plgpu.Barrier(num_arrivals=max(1, layout.selections)),
             barrier(num_arrivals=copies),
             barrier(num_arrivals=max(1, len(layout.decay) * problem.key_pieces)),
-            plgpu.Barrier(num_arrivals=len(layout.values), num_barriers=workers * slots),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
+            approx_math=problem.numbers.parts == 1,
             reduction_scratch_bytes=1024,
             unsafe_no_auto_barriers=True,  # see `tiles.sync`
         ),
@@ -233,9 +219,9 @@ def prepare(
 
 def _outputs(problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     shape = (problem.numbers.parts, problem.batch, problem.value_heads, problem.chunks * C)
-    widths = {"q": problem.key_dim, "k": problem.key_dim, "p": C, "u": problem.value_dim}
-    if problem.erases:
-        widths["w"] = problem.key_dim
+    widths = {"p": C} | ({"a": C} if problem.erases else {})
+    if not problem.direct:
+        widths |= dict.fromkeys(("q", "k", *(("y",) if problem.erases else ())), problem.key_dim)
     out = {n: jax.ShapeDtypeStruct((*shape, width), problem.numbers.dtype) for n, width in widths.items()}
     if problem.decay == "key":
         gamma = (problem.batch, problem.value_heads, problem.chunks, problem.key_dim)

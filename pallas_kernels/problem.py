@@ -23,9 +23,15 @@ class Problem:
     numbers: Numbers
     dtype: Any
     erases: bool
+    terms: tuple[str, ...] | None  # what e is a sum of, q and k, each with a number per row (`linear.terms`)
     decay: str | None  # "head", "key" or None
     masked: bool  # some tokens are not valid
     segmented: bool  # some tokens clear the state
+
+    @property
+    def direct(self) -> bool:
+        """Whether the scan over chunks reads q and k as they are: all else is a number per row, then."""
+        return self.decay != "key" and (not self.erases or self.terms is not None)
 
     @property
     def chunks(self) -> int:

@@ -35,7 +35,6 @@ ELEMENTWISE = frozenset(
         "gt",
         "integer_pow",
         "le",
-        "log",
         "logistic",
         "lt",
         "max",
@@ -59,19 +58,32 @@ ELEMENTWISE = frozenset(
 )
 """What a rule's function may use: each lowers for a GPU, on tiles and on vectors."""
 
-LONGER = {"log1p": lambda x: _log1p(x), "expm1": lambda x: _expm1(x)}
-"""Operations made of those, without losing digits next to 0."""
+LONGER: dict[str, Callable[[Array], Array]] = {
+    "log": lambda x: _log(x, x - 1.0),
+    "log1p": lambda x: _log(1.0 + x, x),
+    "expm1": lambda x: _expm1(x),
+}
+"""Operations made of those: a GPU's own logarithm and exponential are exact to 2^-22 of 1, which is nothing next to a
+logarithm of 1 + 1e-6."""
 
 
-def _log1p(x: Array) -> Array:
-    u = 1.0 + x
-    return jnp.where(u == 1.0, x, jnp.log(u) * (x / jnp.where(u == 1.0, 1.0, u - 1.0)))
+def _log(x: Array, beyond: Array) -> Array:
+    """log(x), x = 1 + beyond: near 1 as 2 atanh(beyond / (2 + beyond)), by five terms of its series."""
+    near = (beyond > -0.3) & (beyond < 0.5)
+    s = jnp.where(near, beyond, 0.0) / (2.0 + jnp.where(near, beyond, 0.0))
+    square = s * s
+    series = 2.0 * s * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
+    return jnp.where(near, series, jnp.log(x))
 
 
 def _expm1(x: Array) -> Array:
-    u = jnp.exp(x)
-    low = jnp.log(jnp.where(u <= 0.0, 1.0, u))
-    return jnp.where(u == 1.0, x, jnp.where(jnp.abs(x) > 0.5, u - 1.0, (u - 1.0) * (x / jnp.where(u == 1.0, 1.0, low))))
+    """exp(x) - 1, near 0 by its series."""
+    near = jnp.abs(x) < 0.5
+    small = jnp.where(near, x, 0.0)
+    series = jnp.ones_like(x)
+    for n in range(8, 1, -1):
+        series = 1.0 + series * small / n
+    return jnp.where(near, small * series, jnp.exp(x) - 1.0)
 
 
 VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
@@ -82,7 +94,7 @@ class Unsupported(Exception):
     """A rule that cannot run inside a kernel; the message says why."""
 
 
-def _live(jaxpr: Any) -> tuple[list[Any], set[Any]]:
+def live(jaxpr: Any) -> tuple[list[Any], set[Any]]:
     """The equations that the outputs need, in order, and the variables they need."""
     need = {v for v in jaxpr.outvars if not isinstance(v, jcore.Literal)}
     kept = []
@@ -93,7 +105,7 @@ def _live(jaxpr: Any) -> tuple[list[Any], set[Any]]:
     return kept[::-1], need
 
 
-def _inner(equation: Any) -> Any:
+def inner(equation: Any) -> Any:
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
     return inner if hasattr(inner, "jaxpr") else jcore.ClosedJaxpr(inner, ())
 
@@ -103,10 +115,10 @@ def _thin(shape: tuple[int, ...]) -> bool:
 
 
 def _check(jaxpr: Any, name: str) -> None:
-    for equation in _live(jaxpr)[0]:
+    for equation in live(jaxpr)[0]:
         primitive = equation.primitive.name
         if primitive in CALLS:
-            _check(_inner(equation).jaxpr, name)
+            _check(inner(equation).jaxpr, name)
         elif primitive in VIEWS:
             (x,), (out,) = equation.invars, equation.outvars
             kept = x.aval.shape == () or (len(out.aval.shape) in (1, 2) and out.aval.shape[0] == x.aval.shape[0])
@@ -122,16 +134,16 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
     def read(v: Any) -> Any:
         return v.val if isinstance(v, jcore.Literal) else values.get(v)
 
-    for equation in _live(jaxpr)[0]:
+    for equation in live(jaxpr)[0]:
         name, shape = equation.primitive.name, equation.outvars[0].aval.shape
         inputs = [(read(v), v.aval.shape) for v in equation.invars]
         if name in CALLS:
-            inner = _inner(equation)
-            outs = _evaluate(inner.jaxpr, inner.consts, [x for x, _ in inputs])
+            called = inner(equation)
+            outs = _evaluate(called.jaxpr, called.consts, [x for x, _ in inputs])
         elif name in VIEWS:
             outs = [_view(*inputs[0], shape)]
         else:
-            outs = [_apply(equation, inputs, shape)]
+            outs = [apply(equation, inputs, shape)]
         values.update(zip(equation.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -144,7 +156,7 @@ def _view(x: Any, was: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     return x
 
 
-def _apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
+def apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
     wide = [rows(x, C) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
     name = equation.primitive.name
     if name == "add_any":
@@ -207,7 +219,7 @@ class TiledRule:
                 continue
             jaxpr = closed.jaxpr
             _check(jaxpr, output)
-            need = _live(jaxpr)[1]
+            need = live(jaxpr)[1]
             self.jaxprs[output] = closed
             self.arguments[output] = [n for n, v in zip(self.names, jaxpr.invars, strict=True) if v in need]
             shape: Any = jaxpr.outvars[0].aval

@@ -96,9 +96,10 @@ class Piece(NamedTuple):
 
 
 def channel_scores(
-    numbers: Numbers, pieces: Sequence[Piece], select: Callable[[Any], Any], numbered: tuple[Array, Array]
+    numbers: Numbers, pieces: Sequence[Piece], select: Callable[[Any], Any], numbered: tuple[Array, Array], erases: bool
 ) -> tuple[Array, ...]:
-    """P, or P and L where something is erased, [C, C]; wrong above the diagonal, and L on it.
+    """Products with q, and where something is erased with e, or with k where e has no tile, [C, C]; wrong above the
+    diagonal, and all but the first on it.
 
     select: a matrix of `selections` by number; numbered: row and column numbers.
     """
@@ -115,8 +116,10 @@ def channel_scores(
             target = piece.scaled_wide if wide else piece.scaled
             factor = jnp.exp2(exponent)
             store_parts(target, scaled(piece.k, jnp.exp2(-exponent) if wide else factor, kind))
-            both = (piece.q,) if piece.e is None else (piece.q, piece.e)
-            left.append([scaled(x, factor, kind) for x in both])
+            left.append([scaled(piece.q, factor, kind)])
+            if erases:
+                same = piece.e is None and not wide
+                left[-1].append(target if same else scaled(piece.e or piece.k, factor, kind))
         sync()
         targets = [transposed(p.scaled_wide if wide else p.scaled) for p in pieces]
         return [product(kind, *zip(xs, targets, strict=True)) for xs in zip(*left, strict=True)]
@@ -130,7 +133,7 @@ def channel_scores(
 
     if numbers.parts == 2:
         sums = products(numbers, [(piece.q, transposed(piece.k)) for piece in pieces])
-        if pieces[0].e is not None:
+        if erases:
             sums.append(sums[0])
     else:
         sums = pairs(len(steps), wide=True)

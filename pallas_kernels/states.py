@@ -1,8 +1,8 @@
-"""The scan over chunks: U = U0 - W S, O = Q S + P U, S' = gamma S + K^T U, the state in registers.
+"""The scan over chunks: U = A (Z - Y S), O = Q S + P U, S' = gamma S + K^T U, the state in registers.
 
 One warpgroup carries the columns of the state that belong to one tile of values; the warpgroups of a block share the
 tiles of a chunk that do not depend on the columns. A sequence may be cut into stretches that run at the same time, each
-from a state of its own.
+from a state of its own. What happens in a chunk is in steps.py.
 """
 
 from collections.abc import Mapping
@@ -12,27 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.layout import RESERVED
-from pallas_kernels.pages import PAGE, Pages, memory, pages_of
+from pallas_kernels.layout import RESERVED, channel_gates, head_gates
+from pallas_kernels.pages import PAGE, Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
-from pallas_kernels.tiles import (
-    PROCESSORS,
-    ROW,
-    SMEM_LIMIT,
-    TILE,
-    C,
-    iotas,
-    product,
-    put,
-    rows,
-    take,
-    transposed,
-    vector,
-    zeros,
-)
+from pallas_kernels.rule import TiledRule
+from pallas_kernels.steps import Block, Steps
+from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
 
 
 @dataclass(frozen=True)
@@ -41,7 +28,7 @@ class Scan:
 
     stretches: parts of a sequence that run at the same time. warpgroups: value tiles of a block. depth: chunks in
     flight. outputs: write O and the final state; otherwise only the state at the end of each stretch.
-    identity: carry the columns of the identity through the chunks, with U0 = 0: the end is the stretch's transition.
+    identity: carry the columns of the identity through the chunks, with Z = 0: the end is the stretch's transition.
     save_states: also write the state before each chunk. first, last: the stretches to run, all by default.
     """
 
@@ -64,65 +51,98 @@ class Scan:
 
 
 class Layout:
-    """Pages of a block (`shared`) and of each of its warpgroups (`own`): first the state, from page 0."""
+    """Pages of a block (`shared`, `slot` for each chunk in flight) and of each of its warpgroups (`own`).
 
-    def __init__(self, problem: Problem, depth: int) -> None:
+    Attributes:
+        tiles: by name, (first page in a slot, step from piece to piece): q, k, y, gates of k; a and p.
+        state, x, t: own operands: the state; Z - Y S, then U, then the output; U with the decay to the end.
+        values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
+    """
+
+    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
-        self.parts = parts
-        self.pieces = pieces
-        matrices = 3 if problem.erases else 2
-        self.per_slot = (matrices * pieces + 1) * parts
-        self.shared = depth * self.per_slot
-        self.shared += self.shared % 2
-        self.corrected = pieces * parts
-        self.values = self.corrected + (parts if problem.erases else 0)
-        out = self.values + depth * parts
-        self.out = out + out % pages_of(problem.dtype)
-        self.own = self.out + pages_of(problem.dtype)
-        self.own += self.own % 2
-
-    def page(self, slot: Any, which: int, piece: int) -> Any:
-        """which: 0 Q, 1 K, 2 W, -1 P."""
-        offset = self.per_slot - self.parts if which < 0 else (which * self.pieces + piece) * self.parts
-        return slot * self.per_slot + offset
+        even = parts == 2
+        slot = Taken()
+        self.tiles: dict[str, tuple[int, int]] = {}
+        for name in ("q", "k", *(("y",) if problem.erases and not problem.direct else ())):
+            self.tiles[name] = (slot.take(pieces * parts, even), parts)
+        if problem.direct:
+            for name in channel_gates(rule, "k"):
+                size = pages_of(dtypes[name])
+                self.tiles[name] = (slot.take(pieces * size, size > 1), size)
+        for name in ("p", *(("a",) if problem.erases else ())):
+            self.tiles[name] = (slot.take(parts, even), parts)
+        self.slot = slot.count + slot.count % 2
+        self.shared = depth * self.slot
+        own = Taken()
+        self.state = own.take(pieces * parts, even)
+        out = pages_of(problem.dtype)
+        self.x = own.take(max(parts, out), even or out > 1)
+        self.t = own.take(parts, even) if problem.direct and problem.decay is not None else self.x
+        # What one chunk's gates of v were for is done before the next one's land.
+        self.values = {"v": (own.take(depth * parts, even), parts)}
+        for name in channel_gates(rule, "z"):
+            size = pages_of(dtypes[name])
+            self.values[name] = (own.take(size, size > 1), 0)
+        self.own = own.count + own.count % 2
 
     def bytes(self, warpgroups: int) -> int:
         return (self.shared + warpgroups * self.own) * PAGE
 
 
-def choose(problem: Problem, stretches: int) -> tuple[int, int] | None:
+def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], stretches: int) -> tuple[int, int] | None:
     """(warpgroups, depth) that fit into shared memory, or None."""
     blocks = problem.batch * problem.value_heads * stretches * problem.value_pieces
     most = 1 if blocks <= PROCESSORS else 2
     options = [(w, d) for d in (2, 1) for w in range(most, 0, -1) if problem.value_pieces % w == 0]
     for warpgroups, depth in options:
-        if Layout(problem, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
+        if Layout(problem, rule, dtypes, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
             return warpgroups, depth
     return None
 
 
+def _inputs(problem: Problem, rule: TiledRule, how: Scan) -> tuple[list[str], list[str], list[str]]:
+    """Names of the arrays that a scan reads: shared tiles, values and their gates, vectors."""
+    reads_q = how.outputs or (problem.erases and problem.direct and "q" in (problem.terms or ()))
+    tiles = (["q"] if reads_q else []) + ["k"] + (["y"] if problem.erases and not problem.direct else [])
+    tiles += channel_gates(rule, "k") if problem.direct else []
+    tiles += (["p"] if how.outputs else []) + (["a"] if problem.erases else [])
+    values = [] if how.identity else ["v", *channel_gates(rule, "z")]
+    outputs = (() if how.identity else ("z",)) + (("k", "e") if problem.direct else ())
+    vectors = head_gates(rule, *outputs) + (["valid"] if problem.masked else [])
+    if problem.direct and problem.decay is not None:
+        vectors += ["into", "out_of"]
+    return tiles, values, vectors
+
+
 def scan(
-    problem: Problem, how: Scan, prepared: Mapping[str, Array], start: Array | None, interpret: Any = None
+    problem: Problem,
+    rule: TiledRule,
+    how: Scan,
+    prepared: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    start: Array | None,
+    interpret: Any = None,
 ) -> dict[str, Array]:
     """Runs the chunks of each stretch in order.
 
-    prepared: what `prepare` returns, and with a decay per head `carry` [B, heads, chunks], the decay across a chunk.
+    prepared: what `prepare` returns. inputs: as `prepare` takes them, with v [B, T, HV, V] and its gates, and with a
+    decay per head `carry` [B, heads, chunks], the decay across a chunk.
     start: [B, HV, stretches that run, K, V], the states before each; None for zeros (the identity if `how.identity`).
     Returns:
         out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V or K];
         states [chunks, B, HV, K, V] with `how.save_states`.
     """
     numbers = problem.numbers
-    layout = Layout(problem, how.depth)
     columns = problem.key_dim if how.identity else problem.value_dim
-    names = [n for n in ("q", "p") if how.outputs] + ["k"] + (["w"] if problem.erases else [])
-    names += [] if how.identity else ["u"]
-    inputs = {n: prepared[n] for n in names}
+    tiles, values, vectors = _inputs(problem, rule, how)
+    given = {n: prepared[n] if n in prepared else inputs[n] for n in (*tiles, *values, *vectors)}
     if problem.decay is not None:
         name = "gamma" if problem.decay == "key" else "carry"
-        inputs[name] = prepared[name]
+        given[name] = prepared[name] if name in prepared else inputs[name]
     if start is not None:
-        inputs["start"] = start
+        given["start"] = start
+    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
     if how.outputs:
@@ -134,171 +154,50 @@ def scan(
         out["end"] = jax.ShapeDtypeStruct(each, jnp.float32)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
-    dtypes = list(dict.fromkeys([jnp.dtype(numbers.dtype), jnp.dtype(problem.dtype)]))
+    landing = [given[n].dtype for n in (*tiles, *values)]
+    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landing)))
     per_stretch = how.chunks(problem)
-    arrivals = layout.parts * problem.key_pieces * sum(n in names for n in ("q", "k", "w"))
-    arrivals += layout.parts * (("p" in names) + how.warpgroups * ("u" in names))
+    block = Block(problem, rule, layout, how, tiles, values, vectors, dtypes)
 
     def body(*refs: Any) -> None:
-        given = dict(zip(inputs, refs, strict=False))
-        results = dict(zip(out, refs[len(inputs) :], strict=False))
-        shared_views, own_views, full, empty = refs[len(inputs) + len(out) :]
+        arrays = dict(zip(given, refs, strict=False))
+        results = dict(zip(out, refs[len(given) :], strict=False))
+        shared_views, own_views, full, ready, empty = refs[len(given) + len(out) :]
         batch, head, stretch = (lax.axis_index(n) for n in ("batch", "head", "stretch"))
         me = lax.axis_index("warpgroup") if how.warpgroups > 1 else jnp.int32(0)
-        shared = Pages(shared_views, 0, [numbers.dtype])
-        mine = Pages(own_views, me, dtypes)
-        column = (lax.axis_index("tile") * how.warpgroups + me) * C
+        own = [Pages(own_views, w, dtypes) for w in range(how.warpgroups)]
+        pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
+        tile = lax.axis_index("tile") * how.warpgroups
         first = (stretch + how.first) * per_stretch
         last = jnp.minimum(first + per_stretch, problem.chunks)
-
-        def shared_operand(slot: Any, which: int, piece: int = 0) -> Any:
-            return shared.operand(layout.page(slot, which, piece), numbers)
-
-        def value_page(slot: Any) -> Any:
-            return layout.values + slot * layout.parts
-
-        def fetch(index: Any, slot: Any) -> None:
-            """Starts the copies of one chunk; one warpgroup does."""
-            tokens = pl.ds(index * C, C)
-            for part in range(layout.parts):
-                for which, name in ((0, "q"), (1, "k"), (2, "w")):
-                    if name in given:
-                        for piece in range(problem.key_pieces):
-                            source = given[name].at[part, batch, head, tokens, pl.ds(piece * C, C)]
-                            plgpu.copy_gmem_to_smem(source, shared_operand(slot, which, piece)[part], full.at[slot])
-                if "p" in given:
-                    source = given["p"].at[part, batch, head, tokens]
-                    plgpu.copy_gmem_to_smem(source, shared_operand(slot, -1)[part], full.at[slot])
-                if "u" in given:
-                    for other in range(how.warpgroups):
-                        start_column = (lax.axis_index("tile") * how.warpgroups + other) * C
-                        source = given["u"].at[part, batch, head, tokens, pl.ds(start_column, C)]
-                        target = Pages(own_views, other, dtypes).operand(value_page(slot), numbers)[part]
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-
-        def leader(action: Any, when: Any = True) -> None:
-            condition = when if how.warpgroups == 1 else when & (me == 0)
-            if condition is True:
-                action()
-            else:
-                pl.when(condition)(action)
-
-        def release(slot: Any) -> None:
-            """Waits until every warpgroup is done with a slot."""
-            if how.warpgroups > 1:
-                plgpu.barrier_wait(empty.at[slot])
-
-        def initial(piece: int) -> Array:
-            if start is not None:
-                ref = given["start"].at[batch, head, stretch, pl.ds(piece * C, C), pl.ds(column, C)]
-                return plgpu.load(ref, layout=TILE, optimized=False)
-            r, c = iotas()
-            if how.identity:
-                return jnp.where(r + piece * C == c + column, 1.0, 0.0)
-            return zeros((C, C))
-
-        def decay(index: Any, piece: int) -> Any:
-            """gamma, a number for each row or one for all."""
-            if problem.decay == "key":
-                return vector(given["gamma"].at[batch, head, index, pl.ds(piece * C, C)], ROW)
-            if problem.decay == "head":
-                return given["carry"][batch, problem.shared_head(head, given["carry"].shape[1]), index]
-            return None
-
-        def step(number: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            index = first + number
-            slot = lax.rem(number, how.depth) if how.depth > 1 else 0
-            # Early: it waits for device memory.
-            kept = [decay(index, piece) for piece in range(problem.key_pieces)]
-            state_s = [mine.operand(p * layout.parts, numbers) for p in range(problem.key_pieces)]
-            for piece, x in enumerate(state):
-                put(state_s[piece], x, numbers)
-                if how.save_states:
-                    results["states"].at[index, batch, head, pl.ds(piece * C, C), pl.ds(column, C)][...] = x
-            plgpu.commit_smem()
-            if how.depth > 1:
-                after = lax.rem(number + 1, how.depth)
-
-                def ahead() -> None:
-                    if how.warpgroups > 1:
-                        pl.when(number > 0)(lambda: release(after))
-                    fetch(index + 1, after)
-
-                leader(ahead, index + 1 < last)
-            else:
-
-                def now() -> None:
-                    if how.warpgroups > 1:
-                        pl.when(number > 0)(lambda: release(0))
-                    fetch(index, 0)
-
-                leader(now)
-            plgpu.barrier_wait(full.at[slot])
-            pieces = range(problem.key_pieces)
-            values = None if how.identity else mine.operand(value_page(slot), numbers)
-            if problem.erases:
-                read = product(numbers, *((shared_operand(slot, 2, p), state_s[p]) for p in pieces))
-                corrected: Any = mine.operand(layout.corrected, numbers)
-                put(corrected, -read if values is None else take(values) - read, numbers)
-            else:
-                corrected = values
-            if how.outputs:
-                result = product(numbers, *((shared_operand(slot, 0, p), state_s[p]) for p in pieces))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.commit_smem()
-                result = product(numbers, (shared_operand(slot, -1), corrected), add_to=result)
-                out_s = mine.tile(layout.out, problem.dtype)
-                out_s[...] = result.astype(problem.dtype)
-                plgpu.commit_smem()
-                target = results["out"].at[batch, pl.ds(index * C, C), head, pl.ds(column, C)]
-                plgpu.copy_smem_to_gmem(out_s, target)
-            else:
-                plgpu.commit_smem()
-            after_state = []
-            for piece, x in enumerate(state):
-                if kept[piece] is not None:
-                    x = x * (kept[piece] if problem.decay == "head" else rows(kept[piece], C))
-                key = transposed(shared_operand(slot, 1, piece))
-                after_state.append(product(numbers, (key, corrected), add_to=x))
-            if how.warpgroups > 1:
-                if numbers.interpret:
-                    plgpu.commit_smem()
-                again = index + how.depth < last
-                pl.when(again)(lambda: plgpu.barrier_arrive(empty.at[slot]))
-            return tuple(after_state)
-
+        steps = Steps(
+            block, arrays, results, pages, (full, ready, empty), (batch, head, stretch), (tile, me), (first, last)
+        )
         if how.depth > 1:
-            leader(lambda: fetch(first, 0), first < last)
-        state = tuple(initial(piece) for piece in range(problem.key_pieces))
-        state = lax.fori_loop(0, last - first, step, state)
-        for piece, x in enumerate(state):
-            place = (pl.ds(piece * C, C), pl.ds(column, C))
-            if how.outputs:
-
-                @pl.when((last == problem.chunks) & (first < last))
-                def _(x: Array = x, place: Any = place) -> None:
-                    results["end"].at[batch, head, *place][...] = x
-            else:
-                results["end"].at[batch, head, stretch, *place][...] = x
-        plgpu.wait_smem_to_gmem(0)
+            steps.begin()
+        state = lax.fori_loop(0, last - first, steps.step, steps.initial())
+        steps.finish(state)
 
     threads: Any = {"num_threads": how.warpgroups, "thread_name": "warpgroup"} if how.warpgroups > 1 else {}
-    tiles = columns // (C * how.warpgroups)
     made = plgpu.kernel(
         body,
         out_type=list(out.values()),
-        grid=(problem.batch, how.count, problem.value_heads, tiles),
+        grid=(problem.batch, how.count, problem.value_heads, columns // (C * how.warpgroups)),
         grid_names=("batch", "stretch", "head", "tile"),
         scratch_types=[
-            memory(1, layout.shared, [numbers.dtype], numbers.interpret),
+            memory(1, layout.shared, dtypes, numbers.interpret),
             memory(how.warpgroups, layout.own, dtypes, numbers.interpret),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=how.depth),
+            plgpu.Barrier(num_arrivals=block.arrivals, num_barriers=how.depth),
+            plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
             plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
         ],
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True, reduction_scratch_bytes=1024
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=numbers.parts == 1,
+            reduction_scratch_bytes=1024,
+            unsafe_no_auto_barriers=True,  # see `tiles.sync`
         ),
         interpret=interpret,
         **threads,
-    )(*inputs.values())
+    )(*given.values())
     return dict(zip(out, made, strict=True))

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.inputs import DTYPES, check_arrays, unsupported
-from pallas_kernels.tiles import C
 
 CAPABILITY = "9.0"
 """Compute capability of Hopper, whose matrix instructions and copy engine the kernels use."""
 
 GRID = 65_535
-"""Most blocks along the second and third axis of a grid."""
+"""Most sequences and most heads: blocks along two axes of a grid."""
 
 
 def supports(
@@ -97,7 +96,7 @@ def _fits(
     for name, x in {"q": q, "k": k, "v": v, **{n: x for n, x in gates if named[n] != "head"}}.items():
         if jnp.dtype(x.dtype) not in DTYPES:
             return f"{name} has dtype {x.dtype}; the kernels take bfloat16, float16 and float32"
-    batch, length, value_heads = q.shape[0], q.shape[1], v.shape[2]
-    if max(batch, -(-length // C), value_heads) > GRID:
-        return f"B = {batch}, T = {length} and HV = {value_heads}; a grid takes {GRID} sequences, chunks and heads"
+    batch, value_heads = q.shape[0], v.shape[2]
+    if max(batch, value_heads) > GRID:
+        return f"B = {batch} and HV = {value_heads}; a grid takes {GRID} sequences and heads"
     return unsupported(function, named, q, v, dict(gates), accurate=accurate, masked=masked, segmented=segmented)

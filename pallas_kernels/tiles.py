@@ -5,7 +5,7 @@ memory as an `Operand`: one 16-bit array, or for float32 accuracy two of them, x
 high high + high low + low high.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,23 +121,36 @@ def _pairs(a: Operand, b: Operand) -> list[tuple[Any, Any]]:
     return [(a[0], b[0]), (a[0], b[1]), (a[1], b[0])]
 
 
-def product(numbers: Numbers, *terms: tuple[Operand, Operand], add_to: Array | None = None) -> Array:
-    """The sum of a b over the terms (a, b), plus `add_to`: float32 in registers, [M, N].
+def product(numbers: Numbers, *terms: tuple[Operand, Operand]) -> Array:
+    """The sum of a b over the terms (a, b): float32 in registers, [M, N].
 
     a: [M, D] in shared memory or registers, b: [D, N] in shared memory.
     """
-    if add_to is None:
-        return products(numbers, terms)[0]
-    pairs = [pair for a, b in terms for pair in _pairs(a, b)]
-    if numbers.interpret:
-        return add_to + _interpreted(pairs)
+    return products(numbers, terms)[0]
 
-    def accumulate(acc):
-        for a, b in pairs:
-            plgpu.wgmma(acc, a, b)
+
+def accumulate(
+    numbers: Numbers,
+    sums: Sequence[tuple[Sequence[tuple[Operand, Operand]], Array]],
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Array]:
+    """Several sums of products, each added to a tile, in flight at the same time. meanwhile: is done until they are."""
+    groups = [[pair for a, b in terms for pair in _pairs(a, b)] for terms, _ in sums]
+    if numbers.interpret:
+        made = [x + _interpreted(pairs) for pairs, (_, x) in zip(groups, sums, strict=True)]
+        if meanwhile is not None:
+            meanwhile()
+        return made
+
+    def run(accumulators):
+        for acc, pairs in zip(accumulators, groups, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+        if meanwhile is not None:
+            meanwhile()
         plgpu.wgmma_wait(0)
 
-    return pl.run_state(accumulate)(plgpu.ACC.init(add_to))
+    return list(pl.run_state(run)(tuple(plgpu.ACC.init(x) for _, x in sums)))
 
 
 def products(numbers: Numbers, *sums: Sequence[tuple[Operand, Operand]]) -> list[Array]:

@@ -13,6 +13,7 @@ def invert(
     lower: Array,
     x_s: Operand,
     l_s: Operand,
+    lx_s: Operand,
     numbers: Numbers,
     meanwhile: Callable[[], None] | None = None,
     numbered: Any = None,
@@ -20,27 +21,27 @@ def invert(
     """A = (I + L)^-1 of a tile L [C, C] in registers, strictly lower triangular; float32.
 
     By doubling: where X inverts the diagonal blocks of width w, X - mask(X L X) inverts those of width 2w, the mask
-    being the lower left quarter of each. x_s, l_s: shared memory of two operands [C, C], overwritten. meanwhile: called
-    once on the way, to start copies. numbered: row and column numbers.
+    being the lower left quarter of each. x_s, l_s, lx_s: shared memory of three operands [C, C], overwritten; another
+    warp may read lx_s when this one is done. meanwhile: called once on the way, to start copies. numbered: row and
+    column numbers.
     """
     size = lower.shape[0]
     r, c = iotas() if numbered is None else numbered
 
     def double(x: Array, width: Any) -> Array:
-        sync()
+        # Every warp is done with X when it has come to the second barrier, and with L X at the next one's first.
         put(x_s, x, numbers)
         sync()
         lx = product(numbers, (l_s, x_s))
-        x_parts = split(x, numbers)
-        sync()
-        put(x_s, lx, numbers)
+        put(lx_s, lx, numbers)
         sync()
         start = jnp.where(jnp.bitwise_and(r, width) != 0, jnp.bitwise_and(r, -2 * width), 2 * size)
         below = (c >= start) & (c < start + width)
-        return x - jnp.where(below, product(numbers, (x_parts, x_s)), 0.0)
+        return x - jnp.where(below, product(numbers, (split(x, numbers), lx_s)), 0.0)
 
     lower = lower.astype(jnp.float32)
     x = jnp.where(r == c, 1.0, 0.0) - jnp.where((r == c + 1) & (jnp.bitwise_and(r, 1) == 1), lower, 0.0)
+    sync()
     put(l_s, lower, numbers)
     if meanwhile is not None:
         x = double(x, 2)

@@ -1,0 +1,71 @@
+"""The tokens of one chunk of one head inside a kernel: their vectors, and what a rule makes of tiles that landed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.layout import head_gates
+from pallas_kernels.problem import Problem
+from pallas_kernels.rule import TiledRule
+from pallas_kernels.tiles import COL, ROW, TILE, C, iotas, rows, vector
+
+
+class Tokens:
+    """place: sequence, value head, chunk. vectors: one number for each token, by name (`load`)."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        rule: TiledRule,
+        inputs: Mapping[str, Any],
+        place: tuple[Any, Any, Any],
+        vectors: dict[str, Array] | None = None,
+    ) -> None:
+        self.problem, self.rule, self.inputs = problem, rule, inputs
+        self.batch, self.head, self.index = place
+        self.numbers = problem.numbers
+        self.tokens = pl.ds(self.index * C, C)
+        self.vectors = {} if vectors is None else vectors
+
+    def load(self, name: str) -> Array:
+        """A vector from device memory: along columns where its name ends in _again, otherwise along rows."""
+        ref = self.inputs[name]
+        head = () if len(ref.shape) == 2 else (self.problem.shared_head(self.head, ref.shape[1]),)
+        return vector(ref.at[(self.batch, *head, self.tokens)], COL if name.endswith("_again") else ROW)
+
+    def fetch(self, name: str, tile: Any, piece: Any, barrier: Any) -> None:
+        """Starts the copy of 64 channels of q, k, v or a gate."""
+        ref = self.inputs[name]
+        source = ref.at[self.batch, self.tokens, self.problem.shared_head(self.head, ref.shape[2]), pl.ds(piece * C, C)]
+        plgpu.copy_gmem_to_smem(source, tile, barrier)
+
+    def numbered(self) -> tuple[Array, Array]:
+        """Row and column numbers of a tile."""
+        return iotas()
+
+    def valid(self, x: Array) -> Array:
+        if not self.problem.masked:
+            return x
+        keep = self.vectors["valid"]
+        return jnp.where((rows(keep, x.shape[1]) if x.ndim == 2 else keep) > 0, x, 0.0)
+
+    def landed(self, tile: Any) -> Array:
+        """A tile as it came, in float32, zeros for tokens that are not valid."""
+        return self.valid(plgpu.load(tile, layout=TILE, optimized=False).astype(jnp.float32))
+
+    def gates(self, *outputs: str) -> dict[str, Array]:
+        """Gates with one number per head, vectors."""
+        return {n: self.valid(self.vectors[n]) for n in head_gates(self.rule, *outputs)}
+
+    def output(self, output: str, tiles: Mapping[str, Array], piece: int = 0) -> Array:
+        """One of the rule's outputs for 64 channels; zeros for tokens that are not valid and channels that are padding,
+        of which a rule's function may have made anything."""
+        made = plgpu.layout_cast(self.rule(output, tiles), TILE)
+        left = self.problem.true_key_dim - piece * C
+        if output != "z" and left < C:
+            made = jnp.where(self.numbered()[1] < left, made, 0.0)
+        return self.valid(made)
