@@ -22,7 +22,21 @@ from pallas_kernels.scores import (
     store_parts,
     summed,
 )
-from pallas_kernels.tiles import TILE, C, Numbers, cols, product, products, put, rows, split, sync, transposed, zeros
+from pallas_kernels.tiles import (
+    TILE,
+    C,
+    Numbers,
+    cols,
+    iotas,
+    product,
+    products,
+    put,
+    rows,
+    split,
+    sync,
+    transposed,
+    zeros,
+)
 from pallas_kernels.tokens import Tokens
 from pallas_kernels.triangular import invert
 
@@ -48,7 +62,7 @@ class Chunk(Tokens):
         inputs: Mapping[str, Any],
         shared: Callable[[Any], tuple[Pages, Barriers]],
         place: tuple[Any, Any, Any],
-        counts: tuple[Array, Array],
+        counts: Array,
         vectors: dict[str, Array] | None = None,
     ) -> None:
         super().__init__(problem, rule, inputs, place, vectors)
@@ -87,9 +101,15 @@ class Chunk(Tokens):
     # Tiles.
 
     def numbered(self) -> tuple[Array, Array]:
-        """Row and column numbers of a tile, made of loaded numbers: a compiler that can compute them computes them, and
-        masks made of them, before the loop over chunks, and then has no registers left inside it."""
-        return rows(self.counts[0] + self.vectors["nothing0"], C), cols(self.counts[1], C)
+        """Row and column numbers of a tile.
+
+        A thread has elements of two rows, 8 apart, and of columns at fixed distances: masks of blocks of 8 are then
+        known where they are compiled, or the same for a whole warp, as long as the compiler sees those numbers. The
+        other bits of a row are loaded: a compiler that can compute masks does so before the loop over chunks, and has
+        no registers left inside it.
+        """
+        r, c = iotas()
+        return jnp.bitwise_and(r, 8) | jnp.bitwise_and(rows(self.counts + self.vectors["nothing0"], C), C - 1 - 8), c
 
     def tiles(self, places: Mapping[str, tuple[int, int]], piece: int) -> dict[str, Array]:
         return {

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels import states
 from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
@@ -28,8 +28,8 @@ class Forward(NamedTuple):
 def stretches(problem: Problem) -> int:
     """How many parts of a sequence run at the same time: 1 unless that leaves most of the chip idle.
 
-    Each part costs its share of the chunks twice (first for its transition and the state it adds, then for the
-    outputs), and the parts are joined one after the other, for the time of about four chunks each.
+    Each part costs its share of the chunks three times (for the state it adds, for its transition, and for the
+    outputs), and the last one joins the others first, for the time of about half a chunk each.
     """
     tiles = problem.batch * problem.value_heads * problem.value_pieces
     extra = problem.batch * problem.value_heads * (problem.key_pieces if problem.erases else 0)
@@ -42,37 +42,19 @@ def stretches(problem: Problem) -> int:
         first = each * max(1.0, tiles * (count - 1) / PROCESSORS / 2)
         if extra and count > 2:
             first += each * max(1.0, extra * (count - 2) / PROCESSORS / 2)
-        return rounds + first + 4.0 * count
+        return rounds + first + 0.5 * count
 
     options = [1 << i for i in range(7) if 1 << i <= max(1, problem.chunks // 4)]
     return min(options, key=cost)
 
 
-def _join(start: Array, ends: Array, moves: Array | None) -> Array:
-    """States before each stretch [B, HV, stretches, K, V], in float32: `ends`' first, then S <- M S + end.
-
-    start: before the first stretch. ends [B, HV, stretches - 1, K, V]: after the first stretch, and what each later
-    one adds. moves: transitions of the second stretch and later, [.., stretches - 2, K, K], or [.., K, 1] where nothing
-    is erased.
-    """
-    before = [start, ends[:, :, 0]]
-    for index in range(1, ends.shape[2]):
-        assert moves is not None
-        move, state = moves[:, :, index - 1], before[-1]
-        moved = move * state if move.shape[-1] == 1 else jnp.matmul(move, state, precision=lax.Precision.HIGHEST)
-        before.append(moved + ends[:, :, index])
-    return jnp.stack(before, axis=2)
-
-
 def _carried(problem: Problem, prepared: Mapping[str, Array], count: int) -> Array:
-    """The decay across each stretch but the first and last where nothing is erased, [B, HV, count - 2, K or 1, 1]."""
+    """The decay across each stretch but the first and last where nothing is erased, [B, HV, count - 2, K or 1]."""
     each = -(-problem.chunks // count)
-    if problem.decay is None:
-        return jnp.ones((problem.batch, problem.value_heads, count - 2, 1, 1), jnp.float32)
     x = prepared["gamma"] if problem.decay == "key" else prepared["carry"][..., None]
     x = jnp.repeat(x, problem.value_heads // x.shape[1], axis=1)[:, :, each : each * (count - 1)]
     x = jnp.pad(x, ((0, 0), (0, 0), (0, each * (count - 2) - x.shape[2]), (0, 0)), constant_values=1)
-    return jnp.prod(x.reshape(*x.shape[:2], count - 2, each, -1), axis=3)[..., None]
+    return jnp.prod(x.reshape(*x.shape[:2], count - 2, each, -1), axis=3)
 
 
 def run(
@@ -98,22 +80,18 @@ def run(
     assert chosen is not None, "`unsupported` has looked for room"
     warpgroups, depth = chosen
     how = Scan(count, warpgroups, depth, save_states=save_states)
-    start = state[:, :, None]
+    starts = {"start": state}
     if count > 1:
         part = replace(how, outputs=False, save_states=False, last=count - 1)
-        rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
-        ends = states.scan(problem, rule, part, prepared, inputs, jnp.concatenate([start, rest], axis=2), interpret)[
-            "end"
-        ]
-        moves = None
+        starts["ends"] = states.scan(problem, rule, part, prepared, inputs, starts, interpret)["end"]
         if problem.erases and count > 2:
             narrow = warpgroups if problem.key_pieces % warpgroups == 0 else 1
             part = replace(part, warpgroups=narrow, identity=True, first=1)
-            moves = states.scan(problem, rule, part, prepared, inputs, None, interpret)["end"]
-        elif count > 2:
-            moves = _carried(problem, {**inputs, **prepared}, count)
-        start = _join(state, ends, moves)
-    return states.scan(problem, rule, how, prepared, inputs, start, interpret)
+            starts["moves"] = states.scan(problem, rule, part, prepared, inputs, {}, interpret)["end"]
+        elif problem.decay is not None and count > 2:
+            starts["moves"] = _carried(problem, {**inputs, **prepared}, count)
+    how = replace(how, joins=count > 1)
+    return states.scan(problem, rule, how, prepared, inputs, starts, interpret)
 
 
 def forward(

@@ -26,7 +26,7 @@ from pallas_kernels.pages import Pages, memory
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.scores import selections, store_parts
-from pallas_kernels.tiles import COL, PROCESSORS, TILE, C, smem, sync, vector
+from pallas_kernels.tiles import PROCESSORS, TILE, C, smem, sync, vector
 
 
 def _run(
@@ -37,9 +37,12 @@ def _run(
     pieces = range(problem.key_pieces)
     place = (chunk.batch, chunk.head, chunk.tokens)
 
-    def store(source: Any, name: str, piece: int = 0) -> None:
-        for part, ref in enumerate(source):
-            plgpu.copy_smem_to_gmem(ref, outputs[name].at[part, *place, pl.ds(piece * C, C)])
+    def store(*copies: tuple[Any, str, int]) -> None:
+        """Starts the copies of operands, as one group."""
+        refs = [(ref, name, part, piece) for x, name, piece in copies for part, ref in enumerate(x)]
+        for ref, name, part, piece in refs:
+            plgpu.copy_smem_to_gmem(ref, outputs[name].at[part, *place, pl.ds(piece * C, C)], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
 
     ahead = following.load_vectors()
     chunk.vectors = chunk.vectors | chunk.load_vectors(again=True)
@@ -73,7 +76,7 @@ def _run(
     chunk.forget_addresses(2)
     if problem.direct:
         sync()
-        store(chunk.operand(layout.p), "p")
+        store((chunk.operand(layout.p), "p", 0))
     else:
         for piece in pieces:
             if problem.decay == "key":
@@ -82,11 +85,13 @@ def _run(
             else:
                 chunk.scale_by_head(piece)
         sync()
-        store(chunk.operand(layout.p), "p")
-        for piece in pieces:
-            for x, name in zip(chunk.operands(piece), ("q", "k", "y"), strict=True):
-                if x is not None:
-                    store(x, name, piece)
+        made = [
+            (x, name, piece)
+            for piece in pieces
+            for x, name in zip(chunk.operands(piece), ("q", "k", "y"), strict=True)
+            if x is not None
+        ]
+        store((chunk.operand(layout.p), "p", 0), *made)
     if problem.erases:
         inverse = chunk.invert(lower[0], None if problem.direct else fetch)
     elif not problem.direct:
@@ -99,7 +104,7 @@ def _run(
         a = chunk.operand(layout.a)
         store_parts(a, inverse)
         sync()
-        store(a, "a")
+        store((a, "a", 0))
     return ahead
 
 
@@ -126,7 +131,6 @@ def prepare(
         **{name: inputs[name] for name in dict.fromkeys(used)},
         "nothing": jnp.zeros(STEPS, jnp.int32),
         "numbers": jnp.arange(C, dtype=jnp.int32),
-        "numbers_again": jnp.arange(C, dtype=jnp.int32),
     }
     layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()})
     workers = layout.workers if workers is None else workers
@@ -148,7 +152,7 @@ def prepare(
             mine = worker + nothing
             return Pages(views, mine, dtypes), Barriers(keys.at[mine], decay.at[mine])
 
-        counts = vector(given["numbers"]), vector(given["numbers_again"], COL)
+        counts = vector(given["numbers"])
 
         def chunk(task: Any, vectors: dict[str, Array] | None = None) -> Chunk:
             """Tasks are numbered head first: what runs at the same time lies side by side in memory."""

@@ -125,11 +125,11 @@ def channel_scores(
         return [product(kind, *zip(xs, targets, strict=True)) for xs in zip(*left, strict=True)]
 
     def level(index: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        # A pair below the diagonal whose numbers differ first in this bit; above it all is wrong anyway.
         half = jnp.right_shift(jnp.int32(C // 2), index)
-        made = pairs(index, wide=False)
-        start = jnp.where(jnp.bitwise_and(r, half) != 0, jnp.bitwise_and(r, -2 * half), 2 * C)
-        inside = (c >= start) & (c < start + half)
-        return tuple(jnp.where(inside, x.astype(total.dtype), total) for total, x in zip(sums, made, strict=True))
+        of_column = jnp.bitwise_and(c, -steps[-1])
+        inside = jnp.bitwise_and(r, -half) == jnp.bitwise_xor(jnp.bitwise_and(of_column, -half), half)
+        return tuple(jnp.where(inside, x, total) for total, x in zip(sums, pairs(index, wide=False), strict=True))
 
     if numbers.parts == 2:
         sums = products(numbers, [(piece.q, transposed(piece.k)) for piece in pieces])
@@ -137,6 +137,4 @@ def channel_scores(
             sums.append(sums[0])
     else:
         sums = pairs(len(steps), wide=True)
-    # Half the registers; both end as float16 in any case.
-    kept = jnp.float16 if numbers.parts == 1 and len(sums) == 2 else jnp.float32
-    return lax.fori_loop(0, len(steps), level, tuple(x.astype(kept) for x in sums))
+    return lax.fori_loop(0, len(steps), level, tuple(sums))

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.landing import Block
 from pallas_kernels.layout import RESERVED, channel_gates, head_gates
 from pallas_kernels.pages import PAGE, Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.steps import Block, Steps
+from pallas_kernels.steps import Steps
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
 
 
@@ -29,7 +30,8 @@ class Scan:
     stretches: parts of a sequence that run at the same time. warpgroups: value tiles of a block. depth: chunks in
     flight. outputs: write O and the final state; otherwise only the state at the end of each stretch.
     identity: carry the columns of the identity through the chunks, with Z = 0: the end is the stretch's transition.
-    save_states: also write the state before each chunk. first, last: the stretches to run, all by default.
+    save_states: also write the state before each chunk. joins: make the state before each stretch of what the earlier
+    ones add and their transitions. first, last: the stretches to run, all by default.
     """
 
     stretches: int
@@ -38,6 +40,7 @@ class Scan:
     outputs: bool = True
     identity: bool = False
     save_states: bool = False
+    joins: bool = False
     first: int = 0
     last: int | None = None
 
@@ -59,7 +62,7 @@ class Layout:
         values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
     """
 
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int) -> None:
+    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int, joins: bool) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         even = parts == 2
         slot = Taken()
@@ -84,7 +87,8 @@ class Layout:
         for name in channel_gates(rule, "z"):
             size = pages_of(dtypes[name])
             self.values[name] = (own.take(size, size > 1), 0)
-        self.own = own.count + own.count % 2
+        least = 2 * pieces if joins and problem.erases else 0
+        self.own = max(own.count + own.count % 2, least)
 
     def bytes(self, warpgroups: int) -> int:
         return (self.shared + warpgroups * self.own) * PAGE
@@ -96,7 +100,7 @@ def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], stretch
     most = 1 if blocks <= PROCESSORS else 2
     options = [(w, d) for d in (2, 1) for w in range(most, 0, -1) if problem.value_pieces % w == 0]
     for warpgroups, depth in options:
-        if Layout(problem, rule, dtypes, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
+        if Layout(problem, rule, dtypes, depth, stretches > 1).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
             return warpgroups, depth
     return None
 
@@ -121,14 +125,17 @@ def scan(
     how: Scan,
     prepared: Mapping[str, Array],
     inputs: Mapping[str, Array],
-    start: Array | None,
+    starts: Mapping[str, Array],
     interpret: Any = None,
 ) -> dict[str, Array]:
     """Runs the chunks of each stretch in order.
 
     prepared: what `prepare` returns. inputs: as `prepare` takes them, with v [B, T, HV, V] and its gates, and with a
     decay per head `carry` [B, heads, chunks], the decay across a chunk.
-    start: [B, HV, stretches that run, K, V], the states before each; None for zeros (the identity if `how.identity`).
+    starts: unless `how.identity`, start [B, HV, K, V], the state before the first token (later stretches start from
+        zeros); with `how.joins` also ends [B, HV, stretches - 1, K, V], the state after the first stretch and what each
+        later one adds, and moves, the transitions of the second and later, [B, HV, stretches - 2, K, K], or where
+        nothing is erased the decay across each, [.., K or 1].
     Returns:
         out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V or K];
         states [chunks, B, HV, K, V] with `how.save_states`.
@@ -140,9 +147,8 @@ def scan(
     if problem.decay is not None:
         name = "gamma" if problem.decay == "key" else "carry"
         given[name] = prepared[name] if name in prepared else inputs[name]
-    if start is not None:
-        given["start"] = start
-    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth)
+    given |= starts
+    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.joins)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
     if how.outputs:
@@ -154,8 +160,9 @@ def scan(
         out["end"] = jax.ShapeDtypeStruct(each, jnp.float32)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
+    parts = [jnp.bfloat16] if how.joins and problem.erases else []
     landing = [given[n].dtype for n in (*tiles, *values)]
-    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landing)))
+    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landing, *parts)))
     per_stretch = how.chunks(problem)
     block = Block(problem, rule, layout, how, tiles, values, vectors, dtypes)
 
@@ -173,8 +180,6 @@ def scan(
         steps = Steps(
             block, arrays, results, pages, (full, ready, empty), (batch, head, stretch), (tile, me), (first, last)
         )
-        if how.depth > 1:
-            steps.begin()
         state = lax.fori_loop(0, last - first, steps.step, steps.initial())
         steps.finish(state)
 

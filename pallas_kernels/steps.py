@@ -1,227 +1,101 @@
 """One chunk after the other: what `scan` does, in the registers and the shared memory of one warpgroup."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.landing import Landing
 from pallas_kernels.linear import coefficients
-from pallas_kernels.pages import Pages
-from pallas_kernels.problem import Problem
-from pallas_kernels.rule import TiledRule
 from pallas_kernels.tiles import (
     ROW,
     TILE,
     C,
+    Numbers,
     accumulate,
     iotas,
     products,
     put,
     rows,
+    split,
     sync,
     take,
     transposed,
     vector,
-    zeros,
 )
 from pallas_kernels.tokens import Tokens
 
-Carry = tuple[tuple[Array, ...], dict[str, Array]]
-"""The state [C, C] for each piece of 64 key channels, and the vectors of the chunk that comes."""
+Carry = tuple[tuple[Array, ...], dict[str, Array], list[Any]]
+"""The state [C, C] for each piece of 64 key channels; the vectors and the decays of the chunk that comes."""
 
 
-class Block(NamedTuple):
-    """What is fixed when the kernel is built. tiles, values, vectors: names of the arrays it reads."""
-
-    problem: Problem
-    rule: TiledRule
-    layout: Any
-    how: Any
-    tiles: list[str]
-    values: list[str]
-    vectors: list[str]
-    dtypes: list[Any]
-
-    def lands(self, name: str) -> bool:
-        """Whether a shared tile comes as the caller gave it, not from `prepare`."""
-        return self.problem.direct and name not in ("a", "p")
-
-    def pieces(self, name: str) -> int:
-        return 1 if name in ("a", "p") else self.problem.key_pieces
-
-    def copies(self, name: str) -> int:
-        return 1 if self.lands(name) else self.problem.numbers.parts
-
-    @property
-    def arrivals(self) -> int:
-        """Copies of one chunk."""
-        return sum(self.pieces(n) * self.copies(n) for n in self.tiles) + self.how.warpgroups * len(self.values)
-
-
-class Steps:
-    """The chunks first .. last - 1 of one head.
-
-    arrays, results: by name, in device memory. pages: of the block, of this warpgroup, and of each. barriers: a chunk
-    has landed; its q and k are operands; all warpgroups are done with it. place: sequence, value head, stretch.
-    tile: the first tile of values of the block, and which of its warpgroups this is.
-    """
-
-    def __init__(
-        self,
-        block: Block,
-        arrays: Mapping[str, Any],
-        results: Mapping[str, Any],
-        pages: tuple[Pages, Pages, list[Pages]],
-        barriers: tuple[Any, Any, Any],
-        place: tuple[Any, Any, Any],
-        tile: tuple[Any, Any],
-        between: tuple[Any, Any],
-    ) -> None:
-        self.block, self.arrays, self.results = block, arrays, results
-        self.problem, self.layout, self.how = block.problem, block.layout, block.how
-        self.numbers = block.problem.numbers
-        self.shared, self.mine, self.each = pages
-        self.full, self.ready, self.empty = barriers
-        self.batch, self.head, self.stretch = place
-        self.tile, self.me = tile
-        self.first, self.last = between
-        self.pieces = range(block.problem.key_pieces)
-        self.column = (self.tile + self.me) * C
-        self.several = self.how.warpgroups > 1
-
-    # Where things are.
-
-    def tokens(self, index: Any, vectors: dict[str, Array] | None = None) -> Tokens:
-        return Tokens(self.problem, self.block.rule, self.arrays, (self.batch, self.head, index), vectors)
-
-    def page(self, name: str, slot: Any, piece: int = 0) -> Any:
-        first, step = self.layout.tiles[name]
-        return slot * self.layout.slot + first + piece * step
-
-    def operand(self, name: str, slot: Any, piece: int = 0) -> Any:
-        return self.shared.operand(self.page(name, slot, piece), self.numbers)
-
-    def own(self, page: Any) -> Any:
-        return self.mine.operand(page, self.numbers)
-
-    def value_page(self, name: str, slot: Any) -> Any:
-        first, step = self.layout.values[name]
-        return first + slot * step
-
-    # Copies.
-
-    def fetch(self, index: Any, slot: Any) -> None:
-        """Starts the copies of one chunk; one warpgroup does."""
-        tokens, full = self.tokens(index), self.full.at[slot]
-        for name in self.block.tiles:
-            for piece in range(self.block.pieces(name)):
-                page = self.page(name, slot, piece)
-                if self.block.lands(name):
-                    tokens.fetch(name, self.shared.tile(page, self.arrays[name].dtype), piece, full)
-                    continue
-                for part, ref in enumerate(self.shared.operand(page, self.numbers)):
-                    place = (part, self.batch, self.head, tokens.tokens, pl.ds(piece * C, C))
-                    plgpu.copy_gmem_to_smem(self.arrays[name].at[place], ref, full)
-        for name in self.block.values:
-            for other, pages in enumerate(self.each):
-                tile = pages.tile(self.value_page(name, slot), self.arrays[name].dtype)
-                tokens.fetch(name, tile, self.tile + other, full)
-
-    def leader(self, action: Any, when: Any) -> None:
-        pl.when(when & (self.me == 0) if self.several else when)(action)
-
-    def land(self, index: Any, slot: Any, vectors: dict[str, Array]) -> None:
-        """Waits for a chunk and makes operands of what landed: q and k, shared out among the warpgroups, and Z."""
-        plgpu.barrier_wait(self.full.at[slot])
-        tokens = self.tokens(index, vectors)
-
-        def loaded() -> None:
-            if self.numbers.parts == 2:
-                sync()  # 32-bit rows end elsewhere as 16-bit tiles
-
-        def keys(piece: int) -> None:
-            names = [n for n in self.block.tiles if self.block.lands(n)]
-            tiles = {n: tokens.landed(self.shared.tile(self.page(n, slot, piece), self.arrays[n].dtype)) for n in names}
-            made = {n: tiles[n] for n in ("q",) if n in tiles}
-            made["k"] = tokens.output("k", tiles | tokens.gates("k"), piece)
-            loaded()
-            for name, x in made.items():
-                put(self.operand(name, slot, piece), x, self.numbers)
-
-        if self.problem.direct:
-            for piece in self.pieces:
-                if self.several:
-                    pl.when(self.me == piece % self.how.warpgroups)(lambda piece=piece: keys(piece))
-                else:
-                    keys(piece)
-        if self.block.values:
-            tiles = {
-                n: tokens.landed(self.mine.tile(self.value_page(n, slot), self.arrays[n].dtype))
-                for n in self.block.values
-            }
-            z = tokens.output("z", tiles | tokens.gates("z"))
-            loaded()
-            put(self.own(self.value_page("v", slot)), z, self.numbers)
-        if self.problem.direct and self.several:
-            sync()
-            plgpu.barrier_arrive(self.ready.at[slot])
-
-    def done(self, slot: Any, again: Any) -> None:
-        """This warpgroup needs a slot no more; again: whether another chunk will land there."""
-        if self.several:
-            if self.numbers.interpret:
-                sync()
-            pl.when(again)(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
-
-    def vectors(self, index: Any) -> dict[str, Array]:
-        tokens = self.tokens(index)
-        return {name: tokens.load(name) for name in self.block.vectors}
-
-    def decays(self, index: Any) -> list[Any]:
-        """gamma for each piece: a number for each row, one for all, or None."""
-        if self.problem.decay == "key":
-            gamma = self.arrays["gamma"].at[self.batch, self.head, index]
-            return [rows(vector(gamma.at[pl.ds(piece * C, C)], ROW), C) for piece in self.pieces]
-        if self.problem.decay == "head":
-            ref = self.arrays["carry"]
-            return [ref[self.batch, self.problem.shared_head(self.head, ref.shape[1]), index]] * len(self.pieces)
-        return [None] * len(self.pieces)
-
-    # The chunks.
+class Steps(Landing):
+    """The recurrence over the chunks of one head."""
 
     def initial(self) -> Carry:
-        state = []
-        for piece in self.pieces:
-            if "start" in self.arrays:
-                place = (pl.ds(piece * C, C), pl.ds(self.column, C))
-                ref = self.arrays["start"].at[(self.batch, self.head, self.stretch, *place)]
-                state.append(plgpu.load(ref, layout=TILE, optimized=False))
-            elif self.how.identity:
-                r, c = iotas()
-                state.append(jnp.where(r + piece * C == c + self.column, 1.0, 0.0))
-            else:
-                state.append(zeros((C, C)))
-        ahead = self.vectors(jnp.minimum(self.first, self.problem.chunks - 1)) if self.how.depth > 1 else {}
-        if self.how.depth > 1:
+        """The state before the first chunk, and what must be there before it; starts the first copies."""
+        state, depth = tuple(self._before(piece) for piece in self.pieces), self.how.depth
+        if self.how.joins and self.how.count > 2:
+            state = lax.fori_loop(1, self.stretch, self._join, state)
+            sync()  # the first copies land where operands were
+        first = jnp.minimum(self.first, self.problem.chunks - 1)
+        kept, ahead = self.decays(first), self.vectors(first) if depth > 1 else {}
+        if depth > 1:
+            self.leader(lambda: self.fetch(self.first, 0), self.first < self.last)
             pl.when(self.first < self.last)(lambda: self.land(self.first, 0, ahead))
             # The gates of v land where the first chunk's did.
             self.done(1, self.first + 1 < self.last)
-        return tuple(state), ahead
+        return state, ahead, kept
 
-    def begin(self) -> None:
-        """Starts the first copies."""
-        self.leader(lambda: self.fetch(self.first, 0), self.first < self.last)
+    def _before(self, piece: int) -> Array:
+        """The state before the stretch; if stretches are joined here, that after the first, where they begin."""
+        if self.how.identity:
+            r, c = iotas()
+            return jnp.where(r + piece * C == c + self.column, 1.0, 0.0)
+        start = self._load("start", (), piece, self.column)
+        if self.how.joins:
+            return jnp.where(self.stretch == 0, start, self._load("ends", (0,), piece, self.column))
+        return start if self.how.count == 1 else jnp.where(self.stretch == 0, start, 0.0)
+
+    def _load(self, name: str, stretch: tuple[Any, ...], piece: int, column: Any) -> Array:
+        place = (self.batch, self.head, *stretch, pl.ds(piece * C, C), pl.ds(column, C))
+        return plgpu.load(self.arrays[name].at[place], layout=TILE, optimized=False)
+
+    def _join(self, stretch: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        """S <- M S + E, across one stretch: M its transition, E the state it adds; in two parts of 16 bits."""
+        numbers = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
+        memory = [self.mine.operand(2 * piece, numbers) for piece in self.pieces]
+        if self.problem.erases:
+            sync()
+            for x, to in zip(state, memory, strict=True):
+                put(to, x, numbers)
+            sync()
+        after = []
+        for piece, x in enumerate(state):
+            made = self._load("ends", (stretch,), piece, self.column)
+            if self.problem.erases:
+                for other, operand in enumerate(memory):
+                    move = self._load("moves", (stretch - 1,), piece, other * C)
+                    (made,) = accumulate(numbers, [([(split(move, numbers), operand)], made)])
+            elif self.problem.decay is None:
+                made += x
+            else:
+                ref = self.arrays["moves"].at[self.batch, self.head, stretch - 1]
+                each = self.problem.decay == "key"
+                made += _scale(x, vector(ref.at[pl.ds(piece * C, C)], ROW) if each else ref[0])
+            after.append(made)
+        return tuple(after)
 
     def step(self, number: Any, carry: Carry) -> Carry:
-        state, vectors = carry
+        state, vectors, kept = carry
         index, depth = self.first + number, self.how.depth
         slot, after = (lax.rem(number, depth), lax.rem(number + 1, depth)) if depth > 1 else (0, 0)
         # Early: these wait for device memory.
         ahead = self.vectors(jnp.minimum(index + depth - 1, self.last - 1))
-        kept = self.decays(index)
+        kept_ahead = self.decays(jnp.minimum(index + 1, self.last - 1))
         for piece, x in enumerate(state):
             put(self.own(self.layout.state + piece * self.numbers.parts), x, self.numbers)
             if self.how.save_states:
@@ -248,9 +122,9 @@ class Steps:
         sums = []
         if self.how.outputs:
             sums.append(([(self.operand("p", slot), u)], of["out"]))
-        for piece, (x, decay) in enumerate(zip(state, kept, strict=True)):
+        for piece, x in enumerate(state):
             key = transposed(self.operand("k", slot, piece))
-            sums.append(([(key, t)], x if decay is None else x * decay))
+            sums.append(([(key, t)], _scale(x, kept[piece % len(kept)]) if kept else x))
 
         def meanwhile() -> None:
             if depth > 1:
@@ -260,7 +134,7 @@ class Steps:
         if self.how.outputs:
             self._store(index, made.pop(0))
         self.done(slot, index + depth < self.last)
-        return tuple(made), ahead if depth > 1 else {}
+        return tuple(made), ahead if depth > 1 else {}, kept_ahead
 
     def _reads(self, slot: Any, tokens: Tokens) -> dict[str, Array]:
         """What the state holds for the tokens: "e", what is erased, and "out", their output without this chunk's."""

@@ -61,11 +61,12 @@ class Tokens:
         """Gates with one number per head, vectors."""
         return {n: self.valid(self.vectors[n]) for n in head_gates(self.rule, *outputs)}
 
-    def output(self, output: str, tiles: Mapping[str, Array], piece: int = 0) -> Array:
+    def output(self, output: str, tiles: Mapping[str, Array], piece: Any = 0) -> Array:
         """One of the rule's outputs for 64 channels; zeros for tokens that are not valid and channels that are padding,
         of which a rule's function may have made anything."""
         made = plgpu.layout_cast(self.rule(output, tiles), TILE)
         left = self.problem.true_key_dim - piece * C
-        if output != "z" and left < C:
+        padded = left < C if isinstance(piece, int) else self.problem.true_key_dim < self.problem.key_dim
+        if output != "z" and padded:
             made = jnp.where(self.numbered()[1] < left, made, 0.0)
         return self.valid(made)
