@@ -20,7 +20,6 @@ from pallas_kernels.scores import (
     scaled,
     store_log_decay,
     store_parts,
-    summed,
 )
 from pallas_kernels.tiles import (
     TILE,
@@ -28,7 +27,6 @@ from pallas_kernels.tiles import (
     Numbers,
     cols,
     iotas,
-    product,
     products,
     put,
     rows,
@@ -225,23 +223,23 @@ class Chunk(Tokens):
             pieces.append(Piece(q, k, e if self.has_e else None, log_decay, *room))
         return self.scores(list(channel_scores(numbers, pieces, select, self.numbered(), self.problem.erases)))
 
+    def store_ones(self) -> None:
+        """What sums log_decay over a chunk: as one number per row of a transposed product, not across warps."""
+        ones = self.pages.tile(self.layout.ones, jnp.float16)
+        ones[...] = plgpu.layout_cast(jnp.full((C, C), 1.0 / SCALE, jnp.float16), TILE)
+
     def scale_by_channel(self, piece: int, log_decay: Any, select: Callable[[Any], Any], gamma: Any) -> None:
         """Q, Y = Gamma E and K in the place of q, e and k; gamma to device memory."""
-        numbers, layout = self.numbers, self.layout
         count = self.inputs["select"].shape[0]
-        # The whole chunk's decay as one number per row of a transposed product: no sum across warps.
-        ones = self.pages.tile(layout.ones, jnp.float16)
-        if piece == 0:
-            ones[...] = plgpu.layout_cast(jnp.full((C, C), 1.0 / SCALE, jnp.float16), TILE)
-        into = jnp.exp2(summed(select(count - 2), log_decay, numbers))
-        out_of = jnp.exp2(summed(select(count - 1), log_decay, numbers))
+        ones = (self.pages.tile(self.layout.ones, jnp.float16),)
+        start, end = ([((select(count - n),), (part,)) for part in log_decay] for n in (2, 1))
+        whole = [((part.T,), ones) for part in log_decay]
+        made = products(Numbers(jnp.float16, 1, self.numbers.interpret), start, end, whole)
+        into, out_of, total = (jnp.exp2(x) for x in made)
         if self.problem.segmented:
             into, out_of = into * rows(self.vectors["into"], C), out_of * rows(self.vectors["out_of"], C)
         self.scale_operands(piece, into, out_of)
-        sync()
-        one = Numbers(jnp.float16, 1, numbers.interpret)
-        total = product(one, *(((part.T,), (ones,)) for part in log_decay))
-        total = jnp.exp2(jnp.sum(jnp.where(self.numbered()[1] == 0, total, 0.0), axis=1))
+        total = jnp.sum(jnp.where(self.numbered()[1] == 0, total, 0.0), axis=1)
         gamma[...] = total * self.inputs["through"][self.batch, self.index] if self.problem.segmented else total
 
     def inside(self, x: Array, diagonal: bool) -> Array:

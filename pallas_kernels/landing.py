@@ -19,6 +19,9 @@ from pallas_kernels.tiles import (
 )
 from pallas_kernels.tokens import Tokens
 
+PARTS = 2
+"""16-bit parts of a transition and of the states that it is applied to."""
+
 
 class Block(NamedTuple):
     """What is fixed when the kernel is built. tiles, values, vectors: names of the arrays it reads."""
@@ -48,12 +51,21 @@ class Block(NamedTuple):
         return sum(self.pieces(n) * self.copies(n) for n in self.tiles) + self.how.warpgroups * len(self.values)
 
 
+class Barriers(NamedTuple):
+    """Of a block, one for each chunk in flight, or each piece of a transition."""
+
+    full: Any  # a chunk has landed
+    ready: Any  # its q and k are operands
+    empty: Any  # all warpgroups are done with it
+    landed: Any  # a piece of a transition has landed
+    used: Any  # all warpgroups are done with it
+
+
 class Landing:
     """The chunks first .. last - 1 of one head.
 
-    arrays, results: by name, in device memory. pages: of the block, of this warpgroup, and of each. barriers: a chunk
-    has landed; its q and k are operands; all warpgroups are done with it. place: sequence, value head, stretch.
-    tile: the first tile of values of the block, and which of its warpgroups this is.
+    arrays, results: by name, in device memory. pages: of the block, of this warpgroup, and of each. place: sequence,
+    value head, stretch. tile: the first tile of values of the block, and which of its warpgroups this is.
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class Landing:
         arrays: Mapping[str, Any],
         results: Mapping[str, Any],
         pages: tuple[Pages, Pages, list[Pages]],
-        barriers: tuple[Any, Any, Any],
+        barriers: Barriers,
         place: tuple[Any, Any, Any],
         tile: tuple[Any, Any],
         between: tuple[Any, Any],
@@ -71,7 +83,7 @@ class Landing:
         self.problem, self.layout, self.how = block.problem, block.layout, block.how
         self.numbers = block.problem.numbers
         self.shared, self.mine, self.each = pages
-        self.full, self.ready, self.empty = barriers
+        self.barriers = barriers
         self.batch, self.head, self.stretch = place
         self.tile, self.me = tile
         self.first, self.last = between
@@ -102,7 +114,7 @@ class Landing:
 
     def fetch(self, index: Any, slot: Any) -> None:
         """Starts the copies of one chunk; one warpgroup does."""
-        tokens, full = self.tokens(index), self.full.at[slot]
+        tokens, full = self.tokens(index), self.barriers.full.at[slot]
         for name in self.block.tiles:
             for piece in range(self.block.pieces(name)):
                 page = self.page(name, slot, piece)
@@ -122,7 +134,7 @@ class Landing:
 
     def land(self, index: Any, slot: Any, vectors: dict[str, Array]) -> None:
         """Waits for a chunk and makes operands of what landed: q and k, shared out among the warpgroups, and Z."""
-        plgpu.barrier_wait(self.full.at[slot])
+        plgpu.barrier_wait(self.barriers.full.at[slot])
         tokens = self.tokens(index, vectors)
 
         def loaded() -> None:
@@ -157,14 +169,14 @@ class Landing:
             put(self.own(self.value_page("v", slot)), z, self.numbers)
         if self.problem.direct and self.several:
             sync()
-            plgpu.barrier_arrive(self.ready.at[slot])
+            plgpu.barrier_arrive(self.barriers.ready.at[slot])
 
     def done(self, slot: Any, again: Any) -> None:
         """This warpgroup needs a slot no more; again: whether another chunk will land there."""
         if self.several:
             if self.numbers.interpret:
                 sync()
-            pl.when(again)(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
+            pl.when(again)(lambda: plgpu.barrier_arrive(self.barriers.empty.at[slot]))
 
     def vectors(self, index: Any) -> dict[str, Array]:
         tokens = self.tokens(index)

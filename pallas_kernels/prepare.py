@@ -78,6 +78,9 @@ def _run(
         sync()
         store((chunk.operand(layout.p), "p", 0))
     else:
+        if problem.decay == "key":
+            chunk.store_ones()
+            sync()
         for piece in pieces:
             if problem.decay == "key":
                 gamma = outputs["gamma"].at[chunk.batch, chunk.head, chunk.index, pl.ds(piece * C, C)]

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tiles import TILE, C, Numbers, Operand, product, products, put, split, sync, take, transposed
+from pallas_kernels.tiles import TILE, C, Numbers, Operand, products, put, split, sync, take, transposed
 
 LOG2_E = 1.4426950408889634
 SCALE = 512.0
@@ -64,12 +64,13 @@ def store_log_decay(log_decay: Array, into: Operand, numbers: Numbers) -> None:
     put(into, jnp.maximum(log_decay * LOG2_E, floor(numbers.parts)) * SCALE, log_numbers(numbers))
 
 
-def summed(select: Any, log_decay: Operand, numbers: Numbers) -> Array:
-    """log2 of the decays that a matrix of `selections` picks, [C, D].
+def exponents(numbers: Numbers, sums: Sequence[tuple[Any, Operand]]) -> list[Array]:
+    """log2 of the decays that matrices of `selections` pick, [C, D] each, in flight at the same time.
 
-    select: in shared memory, or in device memory.
+    sums: pairs of a matrix, in shared memory or in registers, and log_decay.
     """
-    return product(Numbers(jnp.float16, 1, numbers.interpret), *(((select,), (part,)) for part in log_decay))
+    one = Numbers(jnp.float16, 1, numbers.interpret)
+    return products(one, *([((matrix,), (part,)) for part in log_decay] for matrix, log_decay in sums))
 
 
 def scaled(x: Operand, factor: Array, numbers: Numbers) -> tuple[Array, ...]:
@@ -107,12 +108,13 @@ def channel_scores(
     steps = levels(numbers.parts)
 
     def pairs(index: Any, wide: bool) -> list[Array]:
-        """One level: the products of all pieces. One thing after the other: registers are what is scarce."""
+        """One level: the products of all pieces. Operands one after the other: registers are what is scarce."""
         kind = Numbers(jnp.bfloat16, 1, numbers.interpret) if wide else numbers
         left: list[list[Any]] = []
         sync()
-        for piece in pieces:
-            exponent = summed(select(index), piece.log_decay, numbers)
+        for piece, exponent in zip(
+            pieces, exponents(numbers, [(select(index), p.log_decay) for p in pieces]), strict=True
+        ):
             target = piece.scaled_wide if wide else piece.scaled
             factor = jnp.exp2(exponent)
             store_parts(target, scaled(piece.k, jnp.exp2(-exponent) if wide else factor, kind))
@@ -122,7 +124,7 @@ def channel_scores(
                 left[-1].append(target if same else scaled(piece.e or piece.k, factor, kind))
         sync()
         targets = [transposed(p.scaled_wide if wide else p.scaled) for p in pieces]
-        return [product(kind, *zip(xs, targets, strict=True)) for xs in zip(*left, strict=True)]
+        return products(kind, *(list(zip(xs, targets, strict=True)) for xs in zip(*left, strict=True)))
 
     def level(index: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         # A pair below the diagonal whose numbers differ first in this bit; above it all is wrong anyway.

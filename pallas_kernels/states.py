@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.landing import Block
+from pallas_kernels.landing import PARTS, Barriers, Block
 from pallas_kernels.layout import RESERVED, channel_gates, head_gates
 from pallas_kernels.pages import PAGE, Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
@@ -62,7 +62,7 @@ class Layout:
         values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
     """
 
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int, joins: bool) -> None:
+    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int, moves: bool) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         even = parts == 2
         slot = Taken()
@@ -87,8 +87,13 @@ class Layout:
         for name in channel_gates(rule, "z"):
             size = pages_of(dtypes[name])
             self.values[name] = (own.take(size, size > 1), 0)
-        least = 2 * pieces if joins and problem.erases else 0
-        self.own = max(own.count + own.count % 2, least)
+        self.own = own.count + own.count % 2
+        # Before the first chunk, states between stretches, and pieces of transitions, one or two where they fit; or
+        # after the last, the transition.
+        each = PARTS * pieces if moves and problem.erases else 0
+        self.own = max(self.own, each)
+        self.moves = 2 if 2 * each <= self.shared else 1
+        self.shared = max(self.shared, each)
 
     def bytes(self, warpgroups: int) -> int:
         return (self.shared + warpgroups * self.own) * PAGE
@@ -134,11 +139,12 @@ def scan(
     decay per head `carry` [B, heads, chunks], the decay across a chunk.
     starts: unless `how.identity`, start [B, HV, K, V], the state before the first token (later stretches start from
         zeros); with `how.joins` also ends [B, HV, stretches - 1, K, V], the state after the first stretch and what each
-        later one adds, and moves, the transitions of the second and later, [B, HV, stretches - 2, K, K], or where
-        nothing is erased the decay across each, [.., K or 1].
+        later one adds, and moves, the transitions of the second and later, [2, B, HV, stretches - 2, K, K] in two
+        bfloat16 parts, or where nothing is erased the decay across each, [B, HV, stretches - 2, K or 1].
     Returns:
-        out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V or K];
-        states [chunks, B, HV, K, V] with `how.save_states`.
+        out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V], with
+        `how.identity` [2, B, HV, stretches that ran, K, K] in bfloat16 parts; states [chunks, B, HV, K, V] with
+        `how.save_states`.
     """
     numbers = problem.numbers
     columns = problem.key_dim if how.identity else problem.value_dim
@@ -148,7 +154,7 @@ def scan(
         name = "gamma" if problem.decay == "key" else "carry"
         given[name] = prepared[name] if name in prepared else inputs[name]
     given |= starts
-    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.joins)
+    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.joins or how.identity)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
     if how.outputs:
@@ -158,9 +164,11 @@ def scan(
     else:
         each = (*state_shape[:2], how.count, *state_shape[2:])
         out["end"] = jax.ShapeDtypeStruct(each, jnp.float32)
+    if how.identity:
+        out["end"] = jax.ShapeDtypeStruct((PARTS, *each), jnp.bfloat16)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
-    parts = [jnp.bfloat16] if how.joins and problem.erases else []
+    parts = [jnp.bfloat16] if (how.joins or how.identity) and problem.erases else []
     landing = [given[n].dtype for n in (*tiles, *values)]
     dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landing, *parts)))
     per_stretch = how.chunks(problem)
@@ -169,17 +177,15 @@ def scan(
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))
         results = dict(zip(out, refs[len(given) :], strict=False))
-        shared_views, own_views, full, ready, empty = refs[len(given) + len(out) :]
-        batch, head, stretch = (lax.axis_index(n) for n in ("batch", "head", "stretch"))
+        shared_views, own_views, *barriers = refs[len(given) + len(out) :]
+        place = (lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("stretch"))
         me = lax.axis_index("warpgroup") if how.warpgroups > 1 else jnp.int32(0)
         own = [Pages(own_views, w, dtypes) for w in range(how.warpgroups)]
         pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
         tile = lax.axis_index("tile") * how.warpgroups
-        first = (stretch + how.first) * per_stretch
+        first = (place[2] + how.first) * per_stretch
         last = jnp.minimum(first + per_stretch, problem.chunks)
-        steps = Steps(
-            block, arrays, results, pages, (full, ready, empty), (batch, head, stretch), (tile, me), (first, last)
-        )
+        steps = Steps(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
         state = lax.fori_loop(0, last - first, steps.step, steps.initial())
         steps.finish(state)
 
@@ -195,6 +201,8 @@ def scan(
             plgpu.Barrier(num_arrivals=block.arrivals, num_barriers=how.depth),
             plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
             plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
+            plgpu.Barrier(num_arrivals=PARTS * problem.key_pieces, num_barriers=2),
+            plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=2),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,

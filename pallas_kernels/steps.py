@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.landing import Landing
+from pallas_kernels.landing import PARTS, Landing
 from pallas_kernels.linear import coefficients
 from pallas_kernels.tiles import (
     ROW,
@@ -20,7 +20,6 @@ from pallas_kernels.tiles import (
     products,
     put,
     rows,
-    split,
     sync,
     take,
     transposed,
@@ -39,8 +38,7 @@ class Steps(Landing):
         """The state before the first chunk, and what must be there before it; starts the first copies."""
         state, depth = tuple(self._before(piece) for piece in self.pieces), self.how.depth
         if self.how.joins and self.how.count > 2:
-            state = lax.fori_loop(1, self.stretch, self._join, state)
-            sync()  # the first copies land where operands were
+            state = self._join(state)
         first = jnp.minimum(self.first, self.problem.chunks - 1)
         kept, ahead = self.decays(first), self.vectors(first) if depth > 1 else {}
         if depth > 1:
@@ -64,29 +62,65 @@ class Steps(Landing):
         place = (self.batch, self.head, *stretch, pl.ds(piece * C, C), pl.ds(column, C))
         return plgpu.load(self.arrays[name].at[place], layout=TILE, optimized=False)
 
-    def _join(self, stretch: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        """S <- M S + E, across one stretch: M its transition, E the state it adds; in two parts of 16 bits."""
-        numbers = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
-        memory = [self.mine.operand(2 * piece, numbers) for piece in self.pieces]
-        if self.problem.erases:
+    def _join(self, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        """S <- M S + E across each earlier stretch but the first: M its transition, E the state it adds."""
+        if not self.problem.erases:
+            return lax.fori_loop(1, self.stretch, self._decayed, state)
+        buffers, landed, used = self.layout.moves, self.barriers.landed, self.barriers.used
+        count = len(self.pieces)
+        total = jnp.maximum(self.stretch - 1, 0) * count
+        numbers = Numbers(jnp.bfloat16, PARTS, self.numbers.interpret)
+        memory = [self.mine.operand(PARTS * piece, numbers) for piece in self.pieces]
+
+        def move(number: Any, other: int) -> Any:
+            """M from piece `other` to the piece whose turn it is."""
+            return self.shared.operand(PARTS * (lax.rem(number, buffers) * count + other), numbers)
+
+        def fetch(number: Any) -> None:
+            stretch, piece = lax.div(number, count), lax.rem(number, count)
+            for other in range(count):
+                for part, ref in enumerate(move(number, other)):
+                    place = (part, self.batch, self.head, stretch, pl.ds(piece * C, C), pl.ds(other * C, C))
+                    plgpu.copy_gmem_to_smem(self.arrays["moves"].at[place], ref, landed.at[lax.rem(number, buffers)])
+
+        def again(number: Any) -> None:
+            if self.several:
+                plgpu.barrier_wait(used.at[lax.rem(number, buffers)])
+            pl.when(number + buffers < total)(lambda: fetch(number + buffers))
+
+        def across(stretch: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            after = [self._load("ends", (stretch,), piece, self.column) for piece in self.pieces]
             sync()
             for x, to in zip(state, memory, strict=True):
                 put(to, x, numbers)
             sync()
+            for piece in self.pieces:
+                number = (stretch - 1) * count + piece
+                plgpu.barrier_wait(landed.at[lax.rem(number, buffers)])
+                terms = [(move(number, other), memory[other]) for other in range(count)]
+                (after[piece],) = accumulate(numbers, [(terms, after[piece])])
+                sync()
+                if self.several:
+                    plgpu.barrier_arrive(used.at[lax.rem(number, buffers)])
+                self.leader(lambda number=number: again(number), number < total)
+            return tuple(after)
+
+        for number in range(buffers):
+            self.leader(lambda number=number: fetch(jnp.int32(number)), number < total)
+        state = lax.fori_loop(1, self.stretch, across, state)
+        sync()  # the first copies of chunks land where operands were
+        return state
+
+    def _decayed(self, stretch: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The same where nothing is erased: M is a decay."""
         after = []
         for piece, x in enumerate(state):
             made = self._load("ends", (stretch,), piece, self.column)
-            if self.problem.erases:
-                for other, operand in enumerate(memory):
-                    move = self._load("moves", (stretch - 1,), piece, other * C)
-                    (made,) = accumulate(numbers, [([(split(move, numbers), operand)], made)])
-            elif self.problem.decay is None:
-                made += x
-            else:
+            if self.problem.decay is not None:
                 ref = self.arrays["moves"].at[self.batch, self.head, stretch - 1]
                 each = self.problem.decay == "key"
-                made += _scale(x, vector(ref.at[pl.ds(piece * C, C)], ROW) if each else ref[0])
-            after.append(made)
+                x = _scale(x, vector(ref.at[pl.ds(piece * C, C)], ROW) if each else ref[0])
+            after.append(made + x)
         return tuple(after)
 
     def step(self, number: Any, carry: Carry) -> Carry:
@@ -105,7 +139,7 @@ class Steps(Landing):
 
         def fetch() -> None:
             if self.several:
-                wait = lambda: plgpu.barrier_wait(self.empty.at[after])  # noqa: E731
+                wait = lambda: plgpu.barrier_wait(self.barriers.empty.at[after])  # noqa: E731
                 wait() if depth > 1 else pl.when(number > 0)(wait)
             self.fetch(index + depth - 1, after)
 
@@ -116,7 +150,7 @@ class Steps(Landing):
             self.land(index, 0, vectors)
             sync()
         if self.problem.direct and self.several:
-            plgpu.barrier_wait(self.ready.at[slot])
+            plgpu.barrier_wait(self.barriers.ready.at[slot])
         of = self._reads(slot, self.tokens(index, vectors))
         u, t = self._corrections(slot, of, self.tokens(index, vectors))
         sums = []
@@ -193,6 +227,19 @@ class Steps(Landing):
 
     def finish(self, carry: Carry) -> None:
         """The last state to device memory."""
+        if self.how.identity:
+            numbers = Numbers(jnp.bfloat16, PARTS, self.numbers.interpret)
+            memory = [self.mine.operand(PARTS * piece, numbers) for piece in self.pieces]
+            sync()
+            for x, to in zip(carry[0], memory, strict=True):
+                put(to, x, numbers)
+            sync()
+            for piece, refs in enumerate(memory):
+                for part, ref in enumerate(refs):
+                    place = (self.batch, self.head, self.stretch, pl.ds(piece * C, C), pl.ds(self.column, C))
+                    plgpu.copy_smem_to_gmem(ref, self.results["end"].at[(part, *place)])
+            plgpu.wait_smem_to_gmem(0)
+            return
         for piece, x in enumerate(carry[0]):
             place = (pl.ds(piece * C, C), pl.ds(self.column, C))
             if not self.how.outputs:

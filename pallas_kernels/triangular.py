@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.tiles import Numbers, Operand, iotas, product, put, split, sync
 
@@ -27,8 +27,9 @@ def invert(
     """
     size = lower.shape[0]
     r, c = iotas() if numbered is None else numbered
+    pair = jnp.bitwise_and(c, -2)  # one mask for two neighbours, which a thread has both of
 
-    def double(x: Array, width: int) -> Array:
+    def double(x: Array, width: Any) -> Array:
         # Every warp is done with X when it has come to the second barrier, and with L X at the next one's first.
         put(x_s, x, numbers)
         sync()
@@ -37,15 +38,15 @@ def invert(
         sync()
         made = product(numbers, (split(x, numbers), lx_s))
         # Both factors are lower triangular: a pair whose numbers differ first in this bit has the larger row.
-        below = jnp.bitwise_and(r, -width) == jnp.bitwise_xor(jnp.bitwise_and(c, -width), width)
+        below = jnp.bitwise_and(r, -width) == jnp.bitwise_xor(jnp.bitwise_and(pair, -width), width)
         return jnp.where(below, -made, x)
 
     lower = lower.astype(jnp.float32)
     x = jnp.where(r == c, 1.0, 0.0) - jnp.where((r == c + 1) & (jnp.bitwise_and(r, 1) == 1), lower, 0.0)
     sync()
     put(l_s, lower, numbers)
-    for power in range(1, size.bit_length() - 1):
-        x = double(x, 1 << power)
-        if power == 1 and meanwhile is not None:
-            meanwhile()
-    return x
+    if meanwhile is not None:
+        x = double(x, 2)
+        meanwhile()
+    first = 1 if meanwhile is None else 2
+    return lax.fori_loop(first, size.bit_length() - 1, lambda i, x: double(x, jnp.left_shift(jnp.int32(1), i)), x)
