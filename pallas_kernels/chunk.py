@@ -90,6 +90,12 @@ class Chunk(Tokens):
     def fetch_decay(self) -> None:
         self._fetch(self.layout.decay, self.barriers.decay)
 
+    def prefetch(self) -> None:
+        """Brings what the copies will fetch into the cache of the chip: their pages are free late."""
+        for name in (*self.layout.keys, *self.layout.decay):
+            for piece in range(self.problem.key_pieces):
+                plgpu.async_prefetch(self.source(name, piece))
+
     def _fetch(self, places: Mapping[str, tuple[int, int]], barrier: Any) -> None:
         for name, (first, step) in places.items():
             for piece in range(self.problem.key_pieces):

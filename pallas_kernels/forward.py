@@ -29,7 +29,7 @@ def stretches(problem: Problem) -> int:
     """How many parts of a sequence run at the same time: 1 unless that leaves most of the chip idle.
 
     Each part costs its share of the chunks three times (for the state it adds, for its transition, and for the
-    outputs), and the last one joins the others first, for most of a chunk's time each.
+    outputs), and the last one joins the others first, for the time of two chunks each.
     """
     tiles = problem.batch * problem.value_heads * problem.value_pieces
     extra = problem.batch * problem.value_heads * (problem.key_pieces if problem.erases else 0)
@@ -42,7 +42,7 @@ def stretches(problem: Problem) -> int:
         first = each * max(1.0, tiles * (count - 1) / PROCESSORS / 2)
         if extra and count > 2:
             first += each * max(1.0, extra * (count - 2) / PROCESSORS / 2)
-        return rounds + first + 0.7 * count
+        return rounds + first + 1.9 * count
 
     options = [1 << i for i in range(7) if 1 << i <= max(1, problem.chunks // 4)]
     return min(options, key=cost)

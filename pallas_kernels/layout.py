@@ -4,7 +4,7 @@ q, k, e     one operand for each piece of 64 key channels: q, k and the first ga
             and end as Q, K and Y; e only where `prepare` makes Y
 scratch     with a decay per channel, log_decay and the scaled keys of one level, for each piece; then the operands of
             the inverse, and P
-a           the inverse, on its way to device memory
+a           the inverse, on its way to device memory: where nothing else lands meanwhile, or in a page of its own
 landing     further gates
 """
 
@@ -64,11 +64,12 @@ class Layout:
                 size = pages_of(dtypes[name])
                 place = (self.scratch, self.scratch_step) if index == 0 else (taken.take(size * pieces, True), size)
                 self.decay[name] = place
-        # Nothing lands where Y was: the inverse may lie there while the next chunk's keys land.
-        self.a = self.x if problem.direct else self.e if made and not own else taken.take(parts)
+        # Nothing lands where Y was unless e does: the inverse may lie there while the next chunk lands.
+        self.a = self.x if problem.direct else None if own else self.e
+        self.extra = parts if own else 0
         # Tiles of 32 bits begin at even pages, for every worker.
         self.wide = channels or parts == 2 or any(pages_of(dtypes[n]) > 1 for n in self.keys)
-        self.pages = taken.count + (taken.count % 2 if self.wide else 0)
+        self.pages = taken.count + (taken.count % 2 if self.wide else 0)  # without the extra ones
         # The matrices that sum log_decay lie in shared memory, for all workers, where there is room.
         self.selections = len(selections(parts)) if channels else 0
         if self._workers() == 0:
@@ -78,4 +79,4 @@ class Layout:
     def _workers(self) -> int:
         """Chunks that one multiprocessor works on at once; more would leave each too few registers."""
         free = SMEM_LIMIT - RESERVED - self.selections * PAGE
-        return min(3, free // (self.pages * PAGE))
+        return min(3, free // ((self.pages + self.extra) * PAGE))

@@ -34,8 +34,8 @@ def memory(workers: int, pages: int, dtypes: Sequence[Any], interpret: bool) -> 
 class Pages:
     """Tiles of one worker's pages, by number."""
 
-    def __init__(self, views: Sequence[Any], worker: Any, dtypes: Sequence[Any]) -> None:
-        self.worker = worker
+    def __init__(self, views: Sequence[Any], worker: Any, dtypes: Sequence[Any], extra: Any = None) -> None:
+        self.worker, self.extra = worker, extra
         self.views = {jnp.dtype(dtype): view for dtype, view in zip(dtypes, views, strict=True)}
 
     def tile(self, page: Any, dtype: Any) -> Any:
@@ -44,7 +44,9 @@ class Pages:
         return self.views[jnp.dtype(dtype)].at[self.worker, page if each == 1 else page // each]
 
     def operand(self, page: Any, numbers: Numbers) -> Operand:
-        """As many pages as an operand has parts."""
+        """As many pages as an operand has parts; page None: those apart from the others."""
+        if page is None:
+            return tuple(self.extra.at[self.worker * numbers.parts + part] for part in range(numbers.parts))
         return tuple(self.tile(page + part, numbers.dtype) for part in range(numbers.parts))
 
 

@@ -46,6 +46,8 @@ def _run(
 
     ahead = following.load_vectors()
     chunk.vectors = chunk.vectors | chunk.load_vectors(again=True)
+    if not problem.numbers.interpret:
+        pl.when(more)(following.prefetch)
     plgpu.barrier_wait(chunk.barriers.keys)
     for piece in pieces:
         chunk.keys(piece)
@@ -104,7 +106,7 @@ def _run(
     if problem.decay == "key":
         pl.when(more)(following.fetch_decay)
     if problem.erases:
-        a = chunk.operand(layout.a)
+        a = chunk.pages.operand(layout.a, chunk.numbers)
         store_parts(a, inverse)
         sync()
         store((a, "a", 0))
@@ -148,12 +150,12 @@ def prepare(
     def body(*refs: Any) -> None:
         given = dict(zip(names, refs, strict=False))
         results = dict(zip(out, refs[len(names) :], strict=False))
-        views, matrices, selected, keys, decay = refs[len(names) + len(out) :]
+        views, extra, matrices, selected, keys, decay = refs[len(names) + len(out) :]
         worker = lax.axis_index("worker") if workers > 1 else jnp.int32(0)
 
         def shared(nothing: Any) -> tuple[Pages, Barriers]:
             mine = worker + nothing
-            return Pages(views, mine, dtypes), Barriers(keys.at[mine], decay.at[mine])
+            return Pages(views, mine, dtypes, extra), Barriers(keys.at[mine], decay.at[mine])
 
         counts = vector(given["numbers"])
 
@@ -207,6 +209,7 @@ def prepare(
         grid_names=("block",),
         scratch_types=[
             memory(workers, layout.pages, dtypes, problem.numbers.interpret),
+            smem((workers * layout.extra, C, C) if layout.extra else (1, 8, C), problem.numbers.dtype),
             smem((layout.selections, C, C) if layout.selections else (1, 8, C), jnp.float16),
             plgpu.Barrier(num_arrivals=max(1, layout.selections)),
             barrier(num_arrivals=copies),

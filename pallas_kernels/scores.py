@@ -61,7 +61,7 @@ def selections(parts: int) -> np.ndarray:
 
 
 def store_log_decay(log_decay: Array, into: Operand, numbers: Numbers) -> None:
-    put(into, jnp.maximum(log_decay * LOG2_E, floor(numbers.parts)) * SCALE, log_numbers(numbers))
+    put(into, jnp.maximum(log_decay * (LOG2_E * SCALE), floor(numbers.parts) * SCALE), log_numbers(numbers))
 
 
 def exponents(numbers: Numbers, sums: Sequence[tuple[Any, Operand]]) -> list[Array]:

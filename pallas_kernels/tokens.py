@@ -39,9 +39,11 @@ class Tokens:
 
     def fetch(self, name: str, tile: Any, piece: Any, barrier: Any) -> None:
         """Starts the copy of 64 channels of q, k, v or a gate."""
+        plgpu.copy_gmem_to_smem(self.source(name, piece), tile, barrier)
+
+    def source(self, name: str, piece: Any) -> Any:
         ref = self.inputs[name]
-        source = ref.at[self.batch, self.tokens, self.problem.shared_head(self.head, ref.shape[2]), pl.ds(piece * C, C)]
-        plgpu.copy_gmem_to_smem(source, tile, barrier)
+        return ref.at[self.batch, self.tokens, self.problem.shared_head(self.head, ref.shape[2]), pl.ds(piece * C, C)]
 
     def numbered(self) -> tuple[Array, Array]:
         """Row and column numbers of a tile."""
