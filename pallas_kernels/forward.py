@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import states
+from pallas_kernels import joins, states
 from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
 from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
@@ -48,15 +48,6 @@ def stretches(problem: Problem) -> int:
     return min(options, key=cost)
 
 
-def _carried(problem: Problem, prepared: Mapping[str, Array], count: int) -> Array:
-    """The decay across each stretch but the first and last where nothing is erased, [B, HV, count - 2, K or 1]."""
-    each = -(-problem.chunks // count)
-    x = prepared["gamma"] if problem.decay == "key" else prepared["carry"][..., None]
-    x = jnp.repeat(x, problem.value_heads // x.shape[1], axis=1)[:, :, each : each * (count - 1)]
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, each * (count - 2) - x.shape[2]), (0, 0)), constant_values=1)
-    return jnp.prod(x.reshape(*x.shape[:2], count - 2, each, -1), axis=3)
-
-
 def run(
     problem: Problem,
     rule: TiledRule,
@@ -80,18 +71,20 @@ def run(
     assert chosen is not None, "`unsupported` has looked for room"
     warpgroups, depth = chosen
     how = Scan(count, warpgroups, depth, save_states=save_states)
-    starts = {"start": state}
+    start = state[:, :, None]
     if count > 1:
         part = replace(how, outputs=False, save_states=False, last=count - 1)
-        starts["ends"] = states.scan(problem, rule, part, prepared, inputs, starts, interpret)["end"]
-        if problem.erases and count > 2:
+        rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
+        starts = jnp.concatenate([start, rest], axis=2)
+        ends = states.scan(problem, rule, part, prepared, inputs, starts, interpret)["end"]
+        if count == 2 or not problem.erases:
+            start = joins.decayed(problem, {**inputs, **prepared}, state, ends)
+        else:
             narrow = warpgroups if problem.key_pieces % warpgroups == 0 else 1
             part = replace(part, warpgroups=narrow, identity=True, first=1)
-            starts["moves"] = states.scan(problem, rule, part, prepared, inputs, {}, interpret)["end"]
-        elif problem.decay is not None and count > 2:
-            starts["moves"] = _carried(problem, {**inputs, **prepared}, count)
-    how = replace(how, joins=count > 1)
-    return states.scan(problem, rule, how, prepared, inputs, starts, interpret)
+            moves = states.scan(problem, rule, part, prepared, inputs, None, interpret)["end"]
+            start = joins.join(problem, state, ends, moves, interpret)
+    return states.scan(problem, rule, how, prepared, inputs, start, interpret)
 
 
 def forward(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -19,12 +20,10 @@ from pallas_kernels.tiles import (
 )
 from pallas_kernels.tokens import Tokens
 
-PARTS = 2
-"""16-bit parts of a transition and of the states that it is applied to."""
-
 
 class Block(NamedTuple):
-    """What is fixed when the kernel is built. tiles, values, vectors: names of the arrays it reads."""
+    """What is fixed when the kernel is built. tiles, values: names of the arrays whose chunks land; landing, vectors:
+    of those with one number for each token, for what lands and for what is computed."""
 
     problem: Problem
     rule: TiledRule
@@ -32,6 +31,7 @@ class Block(NamedTuple):
     how: Any
     tiles: list[str]
     values: list[str]
+    landing: list[str]
     vectors: list[str]
     dtypes: list[Any]
 
@@ -46,19 +46,22 @@ class Block(NamedTuple):
         return 1 if self.lands(name) else self.problem.numbers.parts
 
     @property
+    def converts(self) -> bool:
+        """Whether anything that lands is not yet an operand."""
+        return self.problem.direct or bool(self.values)
+
+    @property
     def arrivals(self) -> int:
         """Copies of one chunk."""
         return sum(self.pieces(n) * self.copies(n) for n in self.tiles) + self.how.warpgroups * len(self.values)
 
 
 class Barriers(NamedTuple):
-    """Of a block, one for each chunk in flight, or each piece of a transition."""
+    """Of a block, one for each chunk in flight."""
 
     full: Any  # a chunk has landed
-    ready: Any  # its q and k are operands
-    empty: Any  # all warpgroups are done with it
-    landed: Any  # a piece of a transition has landed
-    used: Any  # all warpgroups are done with it
+    ready: Any  # what landed is operands
+    empty: Any  # all warpgroups that compute are done with it
 
 
 class Landing:
@@ -89,7 +92,6 @@ class Landing:
         self.first, self.last = between
         self.pieces = range(block.problem.key_pieces)
         self.column = (self.tile + self.me) * C
-        self.several = self.how.warpgroups > 1
 
     # Where things are.
 
@@ -113,7 +115,7 @@ class Landing:
     # Copies.
 
     def fetch(self, index: Any, slot: Any) -> None:
-        """Starts the copies of one chunk; one warpgroup does."""
+        """Starts the copies of one chunk."""
         tokens, full = self.tokens(index), self.barriers.full.at[slot]
         for name in self.block.tiles:
             for piece in range(self.block.pieces(name)):
@@ -129,58 +131,72 @@ class Landing:
                 tile = pages.tile(self.value_page(name, slot), self.arrays[name].dtype)
                 tokens.fetch(name, tile, self.tile + other, full)
 
-    def leader(self, action: Any, when: Any) -> None:
-        pl.when(when & (self.me == 0) if self.several else when)(action)
-
     def land(self, index: Any, slot: Any, vectors: dict[str, Array]) -> None:
-        """Waits for a chunk and makes operands of what landed: q and k, shared out among the warpgroups, and Z."""
+        """Waits for a chunk and makes operands of what landed: q and k, and Z for each warpgroup."""
         plgpu.barrier_wait(self.barriers.full.at[slot])
+        if not self.block.converts:
+            return
         tokens = self.tokens(index, vectors)
 
         def loaded() -> None:
             if self.numbers.parts == 2:
                 sync()  # 32-bit rows end elsewhere as 16-bit tiles
 
-        def keys(piece: Any) -> None:
-            names = [n for n in self.block.tiles if self.block.lands(n)]
+        names = [n for n in self.block.tiles if self.block.lands(n)]
+        for piece in self.pieces if names else ():
             tiles = {n: tokens.landed(self.shared.tile(self.page(n, slot, piece), self.arrays[n].dtype)) for n in names}
             made = {n: tiles[n] for n in ("q",) if n in tiles}
             made["k"] = tokens.output("k", tiles | tokens.gates("k"), piece)
             loaded()
             for name, x in made.items():
                 put(self.operand(name, slot, piece), x, self.numbers)
-
-        if self.problem.direct:
-            # By numbers of pieces, not by branches: all loads can be in flight at the same time then.
-            count, several = len(self.pieces), self.how.warpgroups
-            for start in range(0, count, several):
-                piece = self.me + start if self.several else start
-                if start + several <= count:
-                    keys(piece)
-                else:
-                    pl.when(piece < count)(lambda piece=piece: keys(piece))
-        if self.block.values:
+        for pages in self.each if self.block.values else ():
             tiles = {
-                n: tokens.landed(self.mine.tile(self.value_page(n, slot), self.arrays[n].dtype))
-                for n in self.block.values
+                n: tokens.landed(pages.tile(self.value_page(n, slot), self.arrays[n].dtype)) for n in self.block.values
             }
             z = tokens.output("z", tiles | tokens.gates("z"))
             loaded()
-            put(self.own(self.value_page("v", slot)), z, self.numbers)
-        if self.problem.direct and self.several:
+            put(pages.operand(self.value_page("v", slot), self.numbers), z, self.numbers)
+        sync()
+        plgpu.barrier_arrive(self.barriers.ready.at[slot])
+
+    def serve(self) -> None:
+        """What the last warpgroup does: all copies, and operands of what they bring."""
+        depth, count = self.how.depth, self.last - self.first
+        lead = max(depth - 1, 1)
+        for number in range(lead):
+            pl.when(number < count)(lambda number=number: self.fetch(self.first + number, number))
+
+        def step(number: Any, vectors: dict[str, Array]) -> dict[str, Array]:
+            index, new = self.first + number, number + lead
+            ahead = self.vectors(self.block.landing, jnp.minimum(index + 1, self.last - 1))
+            self.land(index, slot_of(number, depth), vectors)
+
+            @pl.when(new < count)
+            def _() -> None:
+                pl.when(new >= depth)(lambda: plgpu.barrier_wait(self.barriers.empty.at[slot_of(new, depth)]))
+                self.fetch(self.first + new, slot_of(new, depth))
+
+            return ahead
+
+        first = jnp.minimum(self.first, self.problem.chunks - 1)
+        lax.fori_loop(0, count, step, self.vectors(self.block.landing, first))
+
+    def wait(self, number: Any) -> None:
+        """Until a chunk can be used."""
+        barrier = self.barriers.ready if self.block.converts else self.barriers.full
+        plgpu.barrier_wait(barrier.at[slot_of(number, self.how.depth)])
+
+    def done(self, number: Any) -> None:
+        """This warpgroup needs a chunk no more."""
+        if self.numbers.interpret:
             sync()
-            plgpu.barrier_arrive(self.barriers.ready.at[slot])
+        again = self.first + number + self.how.depth < self.last
+        pl.when(again)(lambda: plgpu.barrier_arrive(self.barriers.empty.at[slot_of(number, self.how.depth)]))
 
-    def done(self, slot: Any, again: Any) -> None:
-        """This warpgroup needs a slot no more; again: whether another chunk will land there."""
-        if self.several:
-            if self.numbers.interpret:
-                sync()
-            pl.when(again)(lambda: plgpu.barrier_arrive(self.barriers.empty.at[slot]))
-
-    def vectors(self, index: Any) -> dict[str, Array]:
+    def vectors(self, names: list[str], index: Any) -> dict[str, Array]:
         tokens = self.tokens(index)
-        return {name: tokens.load(name) for name in self.block.vectors}
+        return {name: tokens.load(name) for name in names}
 
     def decays(self, index: Any) -> list[Any]:
         """gamma for each piece: a vector with a number for each row, one number for all, or nothing."""
@@ -191,3 +207,7 @@ class Landing:
             ref = self.arrays["carry"]
             return [ref[self.batch, self.problem.shared_head(self.head, ref.shape[1]), index]]
         return []
+
+
+def slot_of(number: Any, depth: int) -> Any:
+    return lax.rem(number, depth) if depth > 1 else 0

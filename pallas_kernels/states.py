@@ -1,7 +1,8 @@
 """The scan over chunks: U = A (Z - Y S), O = Q S + P U, S' = gamma S + K^T U, the state in registers.
 
-One warpgroup carries the columns of the state that belong to one tile of values; the warpgroups of a block share the
-tiles of a chunk that do not depend on the columns. A sequence may be cut into stretches that run at the same time, each
+One warpgroup carries the columns of the state that belong to one tile of values. One or two of them make a block, with
+one more that starts copies and makes operands of what they bring (landing.py); they share the tiles of a chunk that do
+not depend on the columns. A sequence may be cut into stretches that run at the same time, each
 from a state of its own. What happens in a chunk is in steps.py.
 """
 
@@ -12,15 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.landing import PARTS, Barriers, Block
+from pallas_kernels.joins import PARTS
+from pallas_kernels.landing import Barriers, Block
 from pallas_kernels.layout import RESERVED, channel_gates, head_gates
 from pallas_kernels.pages import PAGE, Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.steps import Steps
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
+
+COMPUTING, SERVING = 208, 96
+"""Registers of a thread where two warpgroups compute and a third serves them, of 65,536."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,7 @@ class Scan:
     stretches: parts of a sequence that run at the same time. warpgroups: value tiles of a block. depth: chunks in
     flight. outputs: write O and the final state; otherwise only the state at the end of each stretch.
     identity: carry the columns of the identity through the chunks, with Z = 0: the end is the stretch's transition.
-    save_states: also write the state before each chunk. joins: make the state before each stretch of what the earlier
-    ones add and their transitions. first, last: the stretches to run, all by default.
+    save_states: also write the state before each chunk. first, last: the stretches to run, all by default.
     """
 
     stretches: int
@@ -40,7 +45,6 @@ class Scan:
     outputs: bool = True
     identity: bool = False
     save_states: bool = False
-    joins: bool = False
     first: int = 0
     last: int | None = None
 
@@ -62,7 +66,7 @@ class Layout:
         values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
     """
 
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int, moves: bool) -> None:
+    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         even = parts == 2
         slot = Taken()
@@ -88,12 +92,8 @@ class Layout:
             size = pages_of(dtypes[name])
             self.values[name] = (own.take(size, size > 1), 0)
         self.own = own.count + own.count % 2
-        # Before the first chunk, states between stretches, and pieces of transitions, one or two where they fit; or
-        # after the last, the transition.
-        each = PARTS * pieces if moves and problem.erases else 0
-        self.own = max(self.own, each)
-        self.moves = 2 if 2 * each <= self.shared else 1
-        self.shared = max(self.shared, each)
+        # After the last chunk, the parts of a transition.
+        self.own = max(self.own, PARTS * pieces)
 
     def bytes(self, warpgroups: int) -> int:
         return (self.shared + warpgroups * self.own) * PAGE
@@ -105,23 +105,25 @@ def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], stretch
     most = 1 if blocks <= PROCESSORS else 2
     options = [(w, d) for d in (2, 1) for w in range(most, 0, -1) if problem.value_pieces % w == 0]
     for warpgroups, depth in options:
-        if Layout(problem, rule, dtypes, depth, stretches > 1).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
+        if Layout(problem, rule, dtypes, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
             return warpgroups, depth
     return None
 
 
-def _inputs(problem: Problem, rule: TiledRule, how: Scan) -> tuple[list[str], list[str], list[str]]:
-    """Names of the arrays that a scan reads: shared tiles, values and their gates, vectors."""
+def _inputs(problem: Problem, rule: TiledRule, how: Scan) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Names of the arrays that a scan reads: shared tiles; values and gates; vectors for what lands; for the rest."""
     reads_q = how.outputs or (problem.erases and problem.direct and "q" in (problem.terms or ()))
     tiles = (["q"] if reads_q else []) + ["k"] + (["y"] if problem.erases and not problem.direct else [])
     tiles += channel_gates(rule, "k") if problem.direct else []
     tiles += (["p"] if how.outputs else []) + (["a"] if problem.erases else [])
     values = [] if how.identity else ["v", *channel_gates(rule, "z")]
-    outputs = (() if how.identity else ("z",)) + (("k", "e") if problem.direct else ())
-    vectors = head_gates(rule, *outputs) + (["valid"] if problem.masked else [])
-    if problem.direct and problem.decay is not None:
-        vectors += ["into", "out_of"]
-    return tiles, values, vectors
+    outputs = (() if how.identity else ("z",)) + (("k",) if problem.direct else ())
+    valid = ["valid"] if problem.masked else []
+    vectors: list[str] = []
+    if problem.direct:
+        vectors += head_gates(rule, "e") + valid if problem.erases else []
+        vectors += ["into", "out_of"] if problem.decay is not None else []
+    return tiles, values, head_gates(rule, *outputs) + valid, vectors
 
 
 def scan(
@@ -130,17 +132,14 @@ def scan(
     how: Scan,
     prepared: Mapping[str, Array],
     inputs: Mapping[str, Array],
-    starts: Mapping[str, Array],
+    start: Array | None,
     interpret: Any = None,
 ) -> dict[str, Array]:
     """Runs the chunks of each stretch in order.
 
     prepared: what `prepare` returns. inputs: as `prepare` takes them, with v [B, T, HV, V] and its gates, and with a
     decay per head `carry` [B, heads, chunks], the decay across a chunk.
-    starts: unless `how.identity`, start [B, HV, K, V], the state before the first token (later stretches start from
-        zeros); with `how.joins` also ends [B, HV, stretches - 1, K, V], the state after the first stretch and what each
-        later one adds, and moves, the transitions of the second and later, [2, B, HV, stretches - 2, K, K] in two
-        bfloat16 parts, or where nothing is erased the decay across each, [B, HV, stretches - 2, K or 1].
+    start: [B, HV, stretches that run, K, V], the states before each; None with `how.identity`.
     Returns:
         out [B, T, HV, V] and end [B, HV, K, V] with `how.outputs`, else end [B, HV, stretches that ran, K, V], with
         `how.identity` [2, B, HV, stretches that ran, K, K] in bfloat16 parts; states [chunks, B, HV, K, V] with
@@ -148,13 +147,14 @@ def scan(
     """
     numbers = problem.numbers
     columns = problem.key_dim if how.identity else problem.value_dim
-    tiles, values, vectors = _inputs(problem, rule, how)
-    given = {n: prepared[n] if n in prepared else inputs[n] for n in (*tiles, *values, *vectors)}
+    tiles, values, landing, vectors = _inputs(problem, rule, how)
+    given = {n: prepared[n] if n in prepared else inputs[n] for n in (*tiles, *values, *landing, *vectors)}
     if problem.decay is not None:
         name = "gamma" if problem.decay == "key" else "carry"
         given[name] = prepared[name] if name in prepared else inputs[name]
-    given |= starts
-    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.joins or how.identity)
+    if start is not None:
+        given["start"] = start
+    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
     if how.outputs:
@@ -168,28 +168,41 @@ def scan(
         out["end"] = jax.ShapeDtypeStruct((PARTS, *each), jnp.bfloat16)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
-    parts = [jnp.bfloat16] if (how.joins or how.identity) and problem.erases else []
-    landing = [given[n].dtype for n in (*tiles, *values)]
-    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landing, *parts)))
+    parts = [jnp.bfloat16] if how.identity else []
+    landed = [given[n].dtype for n in (*tiles, *values)]
+    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landed, *parts)))
     per_stretch = how.chunks(problem)
-    block = Block(problem, rule, layout, how, tiles, values, vectors, dtypes)
+    block = Block(problem, rule, layout, how, tiles, values, landing, vectors, dtypes)
+
+    registers = how.warpgroups == 2 and not numbers.interpret
 
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))
         results = dict(zip(out, refs[len(given) :], strict=False))
         shared_views, own_views, *barriers = refs[len(given) + len(out) :]
         place = (lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("stretch"))
-        me = lax.axis_index("warpgroup") if how.warpgroups > 1 else jnp.int32(0)
+        me = lax.axis_index("warpgroup")
         own = [Pages(own_views, w, dtypes) for w in range(how.warpgroups)]
-        pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
         tile = lax.axis_index("tile") * how.warpgroups
         first = (place[2] + how.first) * per_stretch
         last = jnp.minimum(first + per_stretch, problem.chunks)
-        steps = Steps(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
-        state = lax.fori_loop(0, last - first, steps.step, steps.initial())
-        steps.finish(state)
 
-    threads: Any = {"num_threads": how.warpgroups, "thread_name": "warpgroup"} if how.warpgroups > 1 else {}
+        def steps(me: Any) -> Steps:
+            pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
+            return Steps(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
+
+        @pl.when(me == how.warpgroups)
+        def _() -> None:
+            if registers:
+                plgpu.set_max_registers(SERVING, action="decrease")
+            steps(0).serve()
+
+        @pl.when(me < how.warpgroups)
+        def _() -> None:
+            if registers:
+                plgpu.set_max_registers(COMPUTING, action="increase")
+            steps(me).run()
+
     made = plgpu.kernel(
         body,
         out_type=list(out.values()),
@@ -199,10 +212,8 @@ def scan(
             memory(1, layout.shared, dtypes, numbers.interpret),
             memory(how.warpgroups, layout.own, dtypes, numbers.interpret),
             plgpu.Barrier(num_arrivals=block.arrivals, num_barriers=how.depth),
+            plgpu.Barrier(num_arrivals=1, num_barriers=how.depth),
             plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
-            plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=how.depth),
-            plgpu.Barrier(num_arrivals=PARTS * problem.key_pieces, num_barriers=2),
-            plgpu.Barrier(num_arrivals=how.warpgroups, num_barriers=2),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -211,6 +222,7 @@ def scan(
             unsafe_no_auto_barriers=True,  # see `tiles.sync`
         ),
         interpret=interpret,
-        **threads,
+        num_threads=how.warpgroups + 1,
+        thread_name="warpgroup",
     )(*given.values())
     return dict(zip(out, made, strict=True))
