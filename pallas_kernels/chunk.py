@@ -201,7 +201,8 @@ class Chunk(Tokens):
             if len(made) == 1:
                 store_parts(e, made[0])
             else:
-                put(e, sum(part.astype(jnp.float32) for parts in made for part in parts), self.numbers)
+                first, *others = (part.astype(jnp.float32) for parts in made for part in parts)
+                put(e, sum(others, first), self.numbers)
         store_parts(q, scaled(q, into * self.problem.scale, self.numbers))
         store_parts(k, scaled(k, out_of, self.numbers))
 
@@ -262,8 +263,9 @@ class Chunk(Tokens):
     def invert(self, lower: Array, meanwhile: Callable[[], None] | None) -> tuple[Array, ...]:
         """A as the parts of an operand in registers."""
         numbers, at = log_numbers(self.numbers), self.layout
-        memory = [self.pages.operand(page, numbers) for page in (at.x, at.l, at.lx)]
-        return split(invert(self.inside(lower, False), *memory, numbers, meanwhile, self.numbered()), self.numbers)
+        x, lower_s, lx = (self.pages.operand(page, numbers) for page in (at.x, at.l, at.lx))
+        inverse = invert(self.inside(lower, False), x, lower_s, lx, numbers, meanwhile, self.numbered())
+        return split(inverse, self.numbers)
 
 
 def vector_names(problem: Problem, rule: TiledRule) -> list[str]:

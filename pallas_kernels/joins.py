@@ -1,6 +1,7 @@
 """The states before each stretch of a sequence, from what the stretches add and their transitions: S <- M S + E."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: A
                 terms = [(row(number, other), memory[other]) for other in range(pieces)]
                 (after[piece],) = accumulate(numbers, [(terms, after[piece])])
                 sync()
-                pl.when(number + buffers < total)(lambda number=number: fetch(number + buffers))
+                pl.when(number + buffers < total)(partial(fetch, number + buffers))
             store(stretch + 1, tuple(after))
             return tuple(after)
 

@@ -1,6 +1,7 @@
 """How the tiles of one chunk reach `scan`, and where they lie: in the shared memory of a block of warpgroups."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -165,7 +166,7 @@ class Landing:
         depth, count = self.how.depth, self.last - self.first
         lead = max(depth - 1, 1)
         for number in range(lead):
-            pl.when(number < count)(lambda number=number: self.fetch(self.first + number, number))
+            pl.when(number < count)(partial(self.fetch, self.first + number, number))
 
         def step(number: Any, vectors: dict[str, Array]) -> dict[str, Array]:
             index, new = self.first + number, number + lead

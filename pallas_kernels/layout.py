@@ -52,7 +52,7 @@ class Layout:
         # The operands of the inverse, and P in what is left.
         self.x, self.l, self.lx, self.p = (self.scratch + i * parts for i in (0, 1, 2, 3))
         # name -> (first page, step)
-        self.keys = {"q": (self.q, parts), "k": (self.k, parts)}
+        self.keys: dict[str, tuple[Any, int]] = {"q": (self.q, parts), "k": (self.k, parts)}
         own = made and problem.terms is None
         for index, name in enumerate(channel_gates(rule, "k", *(("e",) if own else ()))):
             size = pages_of(dtypes[name])

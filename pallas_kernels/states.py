@@ -25,9 +25,6 @@ from pallas_kernels.rule import TiledRule
 from pallas_kernels.steps import Steps
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
 
-COMPUTING, SERVING = 208, 96
-"""Registers of a thread where two warpgroups compute and a third serves them, of 65,536."""
-
 
 @dataclass(frozen=True)
 class Scan:
@@ -174,8 +171,6 @@ def scan(
     per_stretch = how.chunks(problem)
     block = Block(problem, rule, layout, how, tiles, values, landing, vectors, dtypes)
 
-    registers = how.warpgroups == 2 and not numbers.interpret
-
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))
         results = dict(zip(out, refs[len(given) :], strict=False))
@@ -191,17 +186,8 @@ def scan(
             pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
             return Steps(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
 
-        @pl.when(me == how.warpgroups)
-        def _() -> None:
-            if registers:
-                plgpu.set_max_registers(SERVING, action="decrease")
-            steps(0).serve()
-
-        @pl.when(me < how.warpgroups)
-        def _() -> None:
-            if registers:
-                plgpu.set_max_registers(COMPUTING, action="increase")
-            steps(me).run()
+        pl.when(me == how.warpgroups)(lambda: steps(0).serve())
+        pl.when(me < how.warpgroups)(lambda: steps(me).run())
 
     made = plgpu.kernel(
         body,

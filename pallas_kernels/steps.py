@@ -100,7 +100,7 @@ class Steps(Landing):
 
     def _corrections(self, slot: Any, of: Mapping[str, Array], tokens: Tokens) -> tuple[Any, Any]:
         """U, and U with the decay to the end of the chunk, as operands."""
-        z = None if self.how.identity else self.own(self.value_page("v", slot))
+        z: Any = None if self.how.identity else self.own(self.value_page("v", slot))
         x, t = self.own(self.layout.x), self.own(self.layout.t)
         separate = self.layout.t != self.layout.x
         if not self.problem.erases:
@@ -149,14 +149,14 @@ class Steps(Landing):
             plgpu.wait_smem_to_gmem(0)
             return
         for piece, x in enumerate(state):
-            place = (pl.ds(piece * C, C), pl.ds(self.column, C))
+            within = (pl.ds(piece * C, C), pl.ds(self.column, C))
             if not self.how.outputs:
-                self.results["end"].at[(self.batch, self.head, self.stretch, *place)][...] = x
+                self.results["end"].at[(self.batch, self.head, self.stretch, *within)][...] = x
                 continue
 
             @pl.when((self.last == self.problem.chunks) & (self.first < self.last))
-            def _(x: Array = x, place: Any = place) -> None:
-                self.results["end"].at[(self.batch, self.head, *place)][...] = x
+            def _(x: Array = x, within: Any = within) -> None:
+                self.results["end"].at[(self.batch, self.head, *within)][...] = x
 
         plgpu.wait_smem_to_gmem(0)
 
