@@ -71,7 +71,7 @@ def split(x: Array, numbers: Numbers) -> tuple[Array, ...]:
 def sync() -> None:
     """Every warp of the warpgroup has come here, and what it has stored is visible to products and copies.
 
-    `prepare` runs without the barriers that the compiler would put around each store, so each place where one warp
+    The kernels run without the barriers that the compiler would put around each store, so each place where one warp
     overwrites what another may still read has its own. Loads and stores of a 16-bit tile need none: a warp has its own
     16 rows. Right sides of products are read by all warps; a product is complete for the warp that waited for it only.
     """

@@ -173,6 +173,8 @@ def gradient_of(name, length, **options):
 @pytest.mark.parametrize("name", ["q_delta", "q_delta2"])
 def test_memory_is_linear_in_length(name):
     """Temporary bytes of the compiled gradient at T = 4096 and 8192."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU's matrix library takes workspace of any size")
 
     def temporaries(length):
         f, x = gradient_of(name, length, chunk_size=32)
