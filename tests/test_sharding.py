@@ -33,7 +33,8 @@ def run(mesh_config):
     data = batches(Documents([text, text[:20], text[5:30]], 256, 0), length=32, rows=8, seed=0)
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=1, learning_rate=5e-3), 10)
     with jax.set_mesh(mesh):
-        learner = Learner(lambda rngs: LanguageModel(model, rngs=rngs), optimizer, mesh)
+        # On eight devices two chunks of the 32 tokens that each has, on one device thirteen of all 256.
+        learner = Learner(lambda rngs: LanguageModel(model, rngs=rngs), optimizer, mesh, loss_chunk=20)
         state = learner.init(0)
         first = jax.tree.map(np.asarray, state.params)
         losses = []

@@ -36,6 +36,11 @@ def widened(x: Array) -> Array:
     return x.astype(wider(x.dtype, jnp.float32))
 
 
+def product(x: Array, kernel: Array, *, axis: int = 0, out_dtype: Any = None) -> Array:
+    """sum_i x[.., i] kernel[i, :], or kernel[:, i] for `axis` 1; both of one dtype, the sum in `out_dtype`."""
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), preferred_element_type=out_dtype or x.dtype)
+
+
 class Linear(nnx.Module):
     """y = x kernel + bias.
 
@@ -71,12 +76,7 @@ class Linear(nnx.Module):
         """`out_dtype` asks for a result wider than the operands, without rounding in between."""
         kernel = self.kernel.get_value()
         dtype = self.dtype or wider(x.dtype, kernel.dtype)
-        y = lax.dot_general(
-            x.astype(dtype),
-            kernel.astype(dtype),
-            (((x.ndim - 1,), (0,)), ((), ())),
-            preferred_element_type=out_dtype or dtype,
-        )
+        y = product(x.astype(dtype), kernel.astype(dtype), out_dtype=out_dtype)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
         return y

@@ -8,6 +8,7 @@ shardings:
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-__all__ = ["LOGICAL_TO_MESH", "constrain", "partitioned", "shardings", "spec"]
+__all__ = ["LOGICAL_TO_MESH", "constrain", "divisions", "partitioned", "shardings", "spec"]
 
 Axes = tuple[str | None, ...]
 
@@ -74,6 +75,19 @@ def constrain(x: Array, axes: Axes) -> Array:
         return x
     place = lax.with_sharding_constraint if isinstance(x, jax.core.Tracer) else jax.device_put
     return place(x, spec(axes, x.shape, mesh))
+
+
+def divisions(name: str, size: int) -> int:
+    """Equal parts into which `constrain` cuts an array's axis of that logical name and size; 1 without a mesh.
+
+    Raises:
+        ValueError: the mesh has axes that are not Auto.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not _auto(mesh):
+        return 1
+    axes = _mesh_axes(name, size, mesh) or ()
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def _auto(mesh: Any) -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from qdelta_jax.layers.block import Block
 from qdelta_jax.layers.inputs import check_along, check_tokens
-from qdelta_jax.layers.linear import Linear, widened, xavier_uniform
+from qdelta_jax.layers.linear import Linear, product, wider, xavier_uniform
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.partitioning import constrain, partitioned
 from qdelta_jax.models.config import ModelConfig
@@ -173,11 +173,24 @@ class LanguageModel(nnx.Module):
 
     def logits(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """Scores of the next token, not rounded below float32."""
-        dtype = widened(jnp.zeros((), x.dtype)).dtype
+        dtype = wider(x.dtype, jnp.float32)
         if self.head is not None:
             return self.head(x, out_dtype=dtype)
-        kernel = self.embedding.get_value().astype(x.dtype)
-        return lax.dot_general(x, kernel, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+        return product(x, self.embedding.get_value().astype(x.dtype), axis=1, out_dtype=dtype)
+
+    def readout(self) -> tuple[Array, int] | None:
+        """(W, its axis that `features` meet), where the model's value is features times W: a loss needs no more.
+
+        The head's kernel [width, vocab] and 0, or the tied embedding [vocab, width] and 1. None where that is not
+        all: a subclass with a `__call__` or `logits` of its own, or a head that is another layer or has a bias.
+        """
+        kind = type(self)
+        if kind.__call__ is not LanguageModel.__call__ or kind.logits is not LanguageModel.logits:
+            return None
+        if self.head is None:
+            return self.embedding.get_value(), 1
+        plain = type(self.head) is Linear and self.head.bias is None
+        return (self.head.kernel.get_value(), 0) if plain else None
 
     def _remat(self, body: Any) -> Any:
         if self.config.remat == "none":

@@ -62,6 +62,8 @@ class OptimizerConfig:
     final_fraction: of the peak, at the last step.
     clip_norm: the gradient's global norm is cut to it.
     accumulation: microbatches a batch is cut into; changes memory, not the gradient.
+    loss_chunk: tokens whose logits exist at once on each device; by default as many as have 2^26 logits in all.
+        Changes memory, not the gradient.
     """
 
     learning_rate: float = 3e-3
@@ -73,6 +75,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     accumulation: int = 1
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -81,6 +84,8 @@ class OptimizerConfig:
         _finite(self, "learning_rate", "eps", "weight_decay")
         if self.warmup_steps is not None:
             _at_least_zero(self, "warmup_steps")
+        if self.loss_chunk is not None:
+            _positive(self, "loss_chunk")
         if not 0 <= self.final_fraction <= 1:
             raise ValueError(f"final_fraction: got {self.final_fraction}, want 0 to 1")
         for name in ("b1", "b2"):

@@ -108,7 +108,7 @@ def train(config: TrainConfig, build: Build | None = None) -> TrainResult:
     optimizer = make_optimizer(config.optimizer, run.steps)
     checkpoints = Checkpoints(directory / "checkpoints", run.keep)
     with closing(checkpoints), jax.set_mesh(mesh):
-        learner = Learner(build, optimizer, mesh, config.optimizer.accumulation)
+        learner = Learner(build, optimizer, mesh, config.optimizer.accumulation, config.optimizer.loss_chunk)
         state = _start(learner, checkpoints, data, config)
         writer = MetricsWriter(directory, after=int(state.step), tensorboard=run.tensorboard)
         with closing(writer):

@@ -12,7 +12,9 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from qdelta_jax.layers.partitioning import shardings
+from qdelta_jax.models.language_model import LanguageModel
 from qdelta_jax.training.config import MeshConfig
+from qdelta_jax.training.cross_entropy import summed_cross_entropy
 from qdelta_jax.training.data import Batch
 
 __all__ = ["Learner", "TrainState", "make_mesh", "shard_batch"]
@@ -83,6 +85,11 @@ class Learner:
         optimizer: any optax transformation of the gradient.
         mesh: from `make_mesh`.
         accumulation: microbatches that a batch is cut into.
+        loss_chunk: tokens whose logits exist at once on each device; by default `summed_cross_entropy` chooses.
+
+    The loss of a `LanguageModel` comes from its `features` and `readout`, through `summed_cross_entropy`, and the
+    logits of a batch never exist. Any other module, and a LanguageModel whose `readout` is None, is called, and
+    the loss is taken from all of its logits at once, in float32.
 
     init(seed) -> TrainState, update(state, batch) -> (TrainState, Metrics), which donates the state that it
     is given, and evaluate(state, batch) -> (summed loss, tokens) are compiled; use them inside
@@ -97,8 +104,10 @@ class Learner:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         accumulation: int = 1,
+        loss_chunk: int | None = None,
     ):
-        self.build, self.optimizer, self.mesh, self.accumulation = build, optimizer, mesh, accumulation
+        self.build, self.optimizer, self.mesh = build, optimizer, mesh
+        self.accumulation, self.loss_chunk = accumulation, loss_chunk
         self.graph, params, constants = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)  # type: ignore[misc]
         params_place, constants_place = (nnx.to_pure_dict(shardings(x, mesh)) for x in (params, constants))
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -137,10 +146,17 @@ class Learner:
     def _sum_loss(self, params: Any, constants: Any, batch: Batch) -> tuple[Array, Array]:
         """(sum over predicted tokens of -log p(target), their number), both float32."""
         model = nnx.merge(self.graph, params, constants)
-        logits = model(batch.tokens, segment_ids=batch.segment_ids)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
         predicted = batch.segment_ids != 0
-        return jnp.sum(jnp.where(predicted, losses, 0)), jnp.sum(predicted, dtype=jnp.float32)
+        tokens = jnp.sum(predicted, dtype=jnp.float32)
+        readout = model.readout() if isinstance(model, LanguageModel) else None
+        if readout is None:
+            logits = model(batch.tokens, segment_ids=batch.segment_ids)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
+            return jnp.sum(jnp.where(predicted, losses, 0)), tokens
+        kernel, axis = readout
+        x, _ = model.features(batch.tokens, segment_ids=batch.segment_ids)
+        loss = summed_cross_entropy(x, kernel, batch.targets, predicted, axis=axis, chunk=self.loss_chunk)
+        return loss.astype(jnp.float32), tokens
 
     def gradient(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
         """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens."""
