@@ -128,6 +128,17 @@ def timed(function: Callable, arguments: Any, repeats: int) -> float:
     return 1e3 * median(times[2:])
 
 
+def time_steps(step: Callable[[], Any], steps: int) -> tuple[float, Any]:
+    """Median milliseconds of a step after the first, and what the last one returned."""
+    step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        result = step()
+        times.append(time.perf_counter() - start)
+    return 1e3 * median(times), result
+
+
 def temporary_bytes(rule: str, shape: Shape, bench: Bench) -> int:
     """What the compiled gradient needs besides its inputs and outputs."""
     gradient: Any = programs(rule, "xla", bench.chunk_size)[1]

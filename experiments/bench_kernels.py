@@ -14,17 +14,13 @@ Results go to experiments/results/kernels_DEVICE.json after each cell; what is s
 sources isn't measured again. `python -m experiments.plot_kernels FILE` makes a table and a plot of it.
 """
 
-import hashlib
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 # The peer needs memory on the same GPU.
@@ -42,6 +38,7 @@ from experiments.bench import RESULTS, timed
 from experiments.bench_peer import PEERS, find_shape
 from experiments.device_time import device_time, repeats_for
 from experiments.plot_kernels import summary, table
+from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
 from tests.cases import KERNEL_SHAPES, Shape, gate_shape
 
 HEADS = 2
@@ -70,25 +67,8 @@ class Bench:
     out: str = str(RESULTS)
 
 
-class Store:
-    """Cells in one JSON file, which is replaced as a whole after each of them."""
-
-    def __init__(self, path: Path, header: dict[str, Any], again: bool) -> None:
-        stored = json.loads(path.read_text())["cells"] if path.exists() else []
-        self.path, self.result, self.again = path, {**header, "cells": stored}, again
-
-    def has(self, cell: dict[str, Any]) -> bool:
-        """Whether this cell is there, measured with the same versions."""
-        wanted = (*KEY, "versions")
-        return not self.again and any(all(x[n] == cell[n] for n in wanted) for x in self.result["cells"])
-
-    def put(self, cell: dict[str, Any]) -> None:
-        others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in KEY)]
-        self.result["cells"] = [*others, cell]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.result, indent=1) + "\n")
-        os.replace(temporary, self.path)
+Store = partial(CellStore, KEY)
+"""Of this benchmark's cells."""
 
 
 def main(bench: Bench) -> dict[str, Any]:
@@ -97,15 +77,8 @@ def main(bench: Bench) -> dict[str, Any]:
         bench_peer.warm(bench.rules, bench.shapes, bench.dtype, os.cpu_count() or 1)
         return {}
     device = jax.devices()[0].device_kind
-    # Another reader has another folder: its path says nothing.
-    words = (x.replace(bench.out, "DIR") for x in sys.argv[1:])
-    header = {
-        "device": device,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m experiments.bench_kernels", *words]),
-        "bandwidth_tb_s": bench.bandwidth,
-    }
-    store = Store(Path(bench.out) / f"kernels_{device.lower().replace(' ', '_')}.json", header, bench.again)
+    header = {**make_header("bench_kernels", device, bench.out), "bandwidth_tb_s": bench.bandwidth}
+    store = Store(device_file(bench.out, "kernels", device), header, bench.again)
     left = 0
     for name in bench.shapes:
         cells = {rule: [c for c in make_cells(rule, name, bench) if not store.has(c)] for rule in bench.rules}
@@ -145,9 +118,7 @@ def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:
 def jax_versions(implementation: str) -> dict[str, str]:
     """Versions, and a fingerprint of the sources that an implementation runs."""
     packages = [qd, pallas_kernels] if implementation == "mosaic" else [qd]
-    paths = [path for package in packages for path in sorted(Path(str(package.__file__)).parent.glob("*.py"))]
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
-    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "source": source}
+    return {"jax": jax.__version__, "jaxlib": version("jaxlib"), "source": fingerprint(packages)}
 
 
 def compile_all(cells: dict[str, list[dict]], shape: Shape, bench: Bench) -> dict[str, dict[str, Any]]:
@@ -230,10 +201,6 @@ def numbers(cell: dict[str, Any], programs: dict[str, Any], arguments: Any, want
         return {"error": describe(error)}
 
 
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
-
-
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """|got - want| / |want| in the 2-norm."""
     if got.shape != want.shape:
@@ -268,14 +235,6 @@ def floor(arguments: Any, bandwidth: float) -> dict[str, Any]:
     moved = sum(x.size * x.dtype.itemsize for x in (*jax.tree.leaves(arguments), v))
     state = 4 * v.shape[0] * v.shape[2] * q.shape[-1] * v.shape[-1]
     return {"floor_bytes": moved, "state_bytes": state, "floor_ms": moved / bandwidth / 1e9}
-
-
-def check_alive() -> None:
-    """A kernel that reads where it must not takes the whole process with it: what follows would fail for no reason."""
-    try:
-        jax.block_until_ready(jnp.ones(2) + jnp.ones(2))
-    except Exception as error:
-        raise SystemExit("the device answers no more; start again for the cells that are left") from error
 
 
 def format_cell(cell: dict[str, Any]) -> str:

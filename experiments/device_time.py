@@ -28,6 +28,11 @@ def repeats_for(call_ms: float) -> int:
     return int(min(20, max(3, 300 / call_ms)))
 
 
+def cheap_repeats(call_ms: float) -> int:
+    """How often to repeat a long call: 3 times, or not at all (0) where that would last more than 5 s."""
+    return 3 if 3 * call_ms <= 5000 else 0
+
+
 def cupti_time(program: Callable, arguments: Any, repeats: int) -> float:
     from jax.experimental.mosaic.gpu import profiler
 

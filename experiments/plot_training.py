@@ -1,0 +1,133 @@
+"""The table and the plot of what experiments/bench_training.py stored.
+
+    python -m experiments.plot_training experiments/results/training_nvidia_h200.json
+
+writes the table as .md and the plot as .png beside the file, from the file alone.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.plot_kernels import header, line, number
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""Okabe and Ito's: told apart by colour-blind readers too."""
+
+COLUMNS = (
+    "size",
+    "model",
+    "side",
+    "batch x length",
+    "tokens/s",
+    "utilisation",
+    "step ms",
+    "kernels ms",
+    "memory GiB",
+    "compile s",
+    "remat",
+    "parameters",
+    "remark",
+)
+
+
+def rows(result: dict[str, Any]) -> dict[tuple[str, str, str], dict[int, dict[str, Any]]]:
+    """By size, model and side, then by length: of several cells (families, policies, batches) the fastest."""
+    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for cell in result["cells"]:
+        row = found.setdefault((cell["size"], cell["model"], cell["side"]), {})
+        known = row.get(cell["length"])
+        if known is None or cell.get("tokens_per_s", 0) > known.get("tokens_per_s", 0):
+            row[cell["length"]] = cell
+    return found
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Thousands of tokens a second and the utilisation, a column for each length, in markdown."""
+    lengths = sorted({cell["length"] for cell in result["cells"]})
+    peak = f"{result['peak_flops'] / 1e12:.0f} TFLOP/s"
+    lines = [f"{result['device']}, thousands of tokens a second (model FLOPs in % of {peak})", ""]
+    lines += header(("size", "model", "side", *map(str, lengths)))
+    for names, row in rows(result).items():
+        lines.append(line((*names, *(short(row.get(length)) for length in lengths))))
+    return "\n".join([*lines, ""])
+
+
+def short(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    if "tokens_per_s" not in cell:
+        return "out of memory" if cell["error"] == "out of memory" else "failed"
+    return f"{cell['tokens_per_s'] / 1e3:.1f} ({100 * cell['utilisation']:.0f}%)"
+
+
+def table(result: dict[str, Any]) -> str:
+    """Every cell, in markdown."""
+    lines = header(COLUMNS)
+    for c in sorted(result["cells"], key=lambda c: (c["size"], c["model"], c["side"], c["tokens"], c["length"])):
+        names = c["size"], c["model"], c["side"], f"{c['tokens'] // c['length']} x {c['length']}"
+        rates = f"{c['tokens_per_s']:.0f}" if "tokens_per_s" in c else "", number(c.get("utilisation"))
+        memory = c["memory_bytes"] / 2**30 if c.get("memory_bytes") else None
+        numbers = [number(x) for x in (c.get("step_ms"), c.get("device_ms"), memory, c.get("compile_s"))]
+        remat = c["remat"] if "tokens_per_s" in c else ""
+        lines.append(line((*names, *rates, *numbers, remat, str(c.get("parameters", "")), remark(c))))
+    return "\n".join([*lines, ""])
+
+
+def remark(cell: dict[str, Any]) -> str:
+    parts = [f"preset {cell['family']}"]
+    parts += [f"implementation {cell['implementation']}"] if cell["implementation"] else []
+    parts += ["packed"] if cell["packed"] else []
+    parts += [f"too large: {', '.join(cell['too_large'])}"] if cell["too_large"] else []
+    parts += [cell["error"]] if "error" in cell else []
+    return "; ".join(parts).replace("\n", " ").replace("|", "/")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """A column for each size: tokens a second above, utilisation below, over the length of a row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = rows(result)
+    sizes = list(dict.fromkeys(size for size, _, _ in found))
+    models = list(dict.fromkeys(model for _, model, _ in found))
+    figure, axes = plt.subplots(
+        2, len(sizes), figsize=(1 + 5 * len(sizes), 7), sharex=True, squeeze=False, layout="constrained"
+    )
+    for column, size in enumerate(sizes):
+        for (other, model, side), row in found.items():
+            if other != size:
+                continue
+            cells = [row[length] for length in sorted(row) if "tokens_per_s" in row[length]]
+            style: dict[str, Any] = {
+                "color": COLORS[models.index(model) % len(COLORS)],
+                "linestyle": "--" if side == "fla" else "-",
+                "marker": "x" if side == "fla" else "o",
+                "label": f"{model} ({side})",
+            }
+            for ax, name in zip(axes[:, column], ("tokens_per_s", "utilisation"), strict=True):
+                ax.plot([c["length"] for c in cells], [c[name] for c in cells], **style)
+        for ax, name in zip(axes[:, column], ("tokens/s", "model FLOP utilisation"), strict=True):
+            ax.set_xscale("log", base=2)
+            ax.set(ylabel=name, title=size)
+            ax.set_ylim(bottom=0)
+            ax.grid(alpha=0.3)
+        axes[1, column].set_xlabel("tokens of a row")
+        axes[0, column].legend(fontsize=7)
+    figure.suptitle(f"Training steps, {result['device']}")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(path: Path) -> None:
+    result = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(f"{summary(result)}\n{table(result)}")
+    plot(result, path.with_suffix(".png"))
+    print(f"{summary(result)}\n{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

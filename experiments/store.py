@@ -1,0 +1,70 @@
+"""Results that are stored cell by cell: a benchmark that ends early loses nothing and goes on where it ended."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class CellStore:
+    """Cells in one JSON file, which is replaced as a whole after each of them.
+
+    key: what tells one cell from another; a later measurement of the same replaces it.
+    """
+
+    def __init__(self, key: tuple[str, ...], path: Path, header: dict[str, Any], again: bool) -> None:
+        stored = json.loads(path.read_text())["cells"] if path.exists() else []
+        self.key, self.path, self.result, self.again = key, path, {**header, "cells": stored}, again
+
+    def has(self, cell: dict[str, Any]) -> bool:
+        """Whether this cell is there, measured with the same versions."""
+        wanted = (*self.key, "versions")
+        return not self.again and any(all(x[n] == cell[n] for n in wanted) for x in self.result["cells"])
+
+    def put(self, cell: dict[str, Any]) -> None:
+        others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in self.key)]
+        self.result["cells"] = [*others, cell]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.result, indent=1) + "\n")
+        os.replace(temporary, self.path)
+
+
+def make_header(module: str, device: str, out: str) -> dict[str, Any]:
+    """Device, date and command of a run. Another reader has another folder: its path says nothing."""
+    words = (x.replace(out, "DIR") for x in sys.argv[1:])
+    return {
+        "device": device,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join([f"python -m experiments.{module}", *words]),
+    }
+
+
+def device_file(out: str, kind: str, device: str) -> Path:
+    return Path(out) / f"{kind}_{device.lower().replace(' ', '_')}.json"
+
+
+def fingerprint(packages: Iterable[ModuleType], pattern: str = "*.py") -> str:
+    """Of the sources of packages."""
+    paths = [path for package in packages for path in sorted(Path(str(package.__file__)).parent.glob(pattern))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:8]
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def check_alive() -> None:
+    """A kernel that reads where it must not takes the whole process with it: what follows would fail for no reason."""
+    try:
+        jax.block_until_ready(jnp.ones(2) + jnp.ones(2))
+    except Exception as error:
+        raise SystemExit("the device answers no more; start again for the cells that are left") from error
