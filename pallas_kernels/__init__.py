@@ -3,9 +3,21 @@
 This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
 
+from pallas_kernels.backward import Backward, backward, backward_unsupported
 from pallas_kernels.forward import Forward, forward
 from pallas_kernels.inputs import DTYPES
 from pallas_kernels.inverse import unit_lower_inverse
 from pallas_kernels.supports import GRID, machine, supports
 
-__all__ = ["DTYPES", "GRID", "Forward", "forward", "machine", "supports", "unit_lower_inverse"]
+__all__ = [
+    "DTYPES",
+    "GRID",
+    "Backward",
+    "Forward",
+    "backward",
+    "backward_unsupported",
+    "forward",
+    "machine",
+    "supports",
+    "unit_lower_inverse",
+]

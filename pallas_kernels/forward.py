@@ -69,22 +69,34 @@ def run(
     count = stretches(problem) if count is None else count
     chosen = layout or states.choose(problem, rule, {n: x.dtype for n, x in inputs.items()}, count)
     assert chosen is not None, "`unsupported` has looked for room"
-    warpgroups, depth = chosen
-    how = Scan(count, warpgroups, depth, save_states=save_states)
-    start = state[:, :, None]
-    if count > 1:
-        part = replace(how, outputs=False, save_states=False, last=count - 1)
-        rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
-        starts = jnp.concatenate([start, rest], axis=2)
-        ends = states.scan(problem, rule, part, prepared, inputs, starts, interpret)["end"]
-        if count == 2 or not problem.erases:
-            start = joins.decayed(problem, {**inputs, **prepared}, state, ends)
-        else:
-            narrow = warpgroups if problem.key_pieces % warpgroups == 0 else 1
-            part = replace(part, warpgroups=narrow, identity=True, first=1)
-            moves = states.scan(problem, rule, part, prepared, inputs, None, interpret)["end"]
-            start = joins.join(problem, state, ends, moves, interpret)
+    how = Scan(count, *chosen, save_states=save_states)
+    start, _ = starts(problem, rule, how, prepared, inputs, state, interpret)
     return states.scan(problem, rule, how, prepared, inputs, start, interpret)
+
+
+def starts(
+    problem: Problem,
+    rule: TiledRule,
+    how: Scan,
+    prepared: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    state: Array,
+    interpret: Any,
+) -> tuple[Array, Array | None]:
+    """The states before each stretch, [B, HV, stretches, K, V], and the transitions of all but the first and last."""
+    count = how.stretches
+    if count == 1:
+        return state[:, :, None], None
+    part = replace(how, outputs=False, save_states=False, keep=False, last=count - 1)
+    rest = jnp.zeros((*state.shape[:2], count - 2, *state.shape[2:]), state.dtype)
+    start = jnp.concatenate([state[:, :, None], rest], axis=2)
+    ends = states.scan(problem, rule, part, prepared, inputs, start, interpret)["end"]
+    if count == 2 or not problem.erases:
+        return joins.decayed(problem, {**inputs, **prepared}, state, ends), None
+    narrow = how.warpgroups if problem.key_pieces % how.warpgroups == 0 else 1
+    part = replace(part, warpgroups=narrow, identity=True, first=1)
+    moves = states.scan(problem, rule, part, prepared, inputs, None, interpret)["end"]
+    return joins.join(problem, state, ends, moves, interpret), moves
 
 
 def forward(

@@ -13,18 +13,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layout import RESERVED
 from pallas_kernels.pages import PAGE, Pages, memory
 from pallas_kernels.problem import Problem
-from pallas_kernels.tiles import SMEM_LIMIT, TILE, C, Numbers, accumulate, put, sync
+from pallas_kernels.tiles import SMEM_LIMIT, TILE, C, Numbers, accumulate, put, sync, transposed
 
 PARTS = 2
 """16-bit parts of a transition, and of the states that it is applied to: a relative error of 2^-16."""
 
 
-def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: Any = None) -> Array:
+def join(
+    problem: Problem, start: Array, ends: Array, moves: Array, interpret: Any = None, *, reverse: bool = False
+) -> Array:
     """The states before each of n stretches, [B, HV, n, K, V], where something is erased.
 
     start: [B, HV, K, V], before the first. ends: [B, HV, n - 1, K, V], the state after the first, and what each later
     one adds. moves: [PARTS, B, HV, n - 2, K, K], bfloat16 parts of the transitions of the second and later.
+    reverse: for gradients, D <- M^T D + E from the last stretch to the first: the gradients of the states after each,
+    from that after the last, what each adds (the last one's with that start), and the same transitions.
     """
+    if reverse:
+        ends, moves = jnp.flip(ends, 2), jnp.flip(moves, 3)
     count, pieces = ends.shape[2] + 1, problem.key_pieces
     numbers = Numbers(jnp.bfloat16, PARTS, problem.numbers.interpret)
     each = PARTS * pieces
@@ -45,7 +51,8 @@ def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: A
             stretch, piece = lax.div(number, pieces), lax.rem(number, pieces)
             for other in range(pieces):
                 for part, ref in enumerate(row(number, other)):
-                    place = (part, batch, head, stretch, pl.ds(piece * C, C), pl.ds(other * C, C))
+                    to, of = pl.ds(piece * C, C), pl.ds(other * C, C)
+                    place = (part, batch, head, stretch, *((of, to) if reverse else (to, of)))
                     plgpu.copy_gmem_to_smem(moves.at[place], ref, landed.at[lax.rem(number, buffers)])
 
         def load(ref: Any, *place: Any) -> tuple[Array, ...]:
@@ -65,7 +72,8 @@ def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: A
             for piece in range(pieces):
                 number = (stretch - 1) * pieces + piece
                 plgpu.barrier_wait(landed.at[lax.rem(number, buffers)])
-                terms = [(row(number, other), memory[other]) for other in range(pieces)]
+                rows = [row(number, other) for other in range(pieces)]
+                terms = [(transposed(x) if reverse else x, memory[other]) for other, x in enumerate(rows)]
                 (after[piece],) = accumulate(numbers, [(terms, after[piece])])
                 sync()
                 pl.when(number + buffers < total)(partial(fetch, number + buffers))
@@ -79,7 +87,7 @@ def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: A
         store(1, first)
         lax.fori_loop(1, count - 1, across, first)
 
-    return plgpu.kernel(
+    made = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((*start.shape[:2], count, *start.shape[2:]), jnp.float32),
         grid=(problem.batch, problem.value_heads, problem.value_pieces),
@@ -94,10 +102,14 @@ def join(problem: Problem, start: Array, ends: Array, moves: Array, interpret: A
         ),
         interpret=interpret,
     )(start, ends, moves)
+    return jnp.flip(made, 2) if reverse else made
 
 
-def decayed(problem: Problem, prepared: Mapping[str, Array], start: Array, ends: Array) -> Array:
+def decayed(
+    problem: Problem, prepared: Mapping[str, Array], start: Array, ends: Array, *, reverse: bool = False
+) -> Array:
     """The same where nothing is erased: a transition is the decay across a stretch."""
+    ends = jnp.flip(ends, 2) if reverse else ends
     count = ends.shape[2] + 1
     each = -(-problem.chunks // count)
     decay = None
@@ -106,8 +118,10 @@ def decayed(problem: Problem, prepared: Mapping[str, Array], start: Array, ends:
         x = jnp.repeat(x, problem.value_heads // x.shape[1], axis=1)[:, :, each : each * (count - 1)]
         x = jnp.pad(x, ((0, 0), (0, 0), (0, each * (count - 2) - x.shape[2]), (0, 0)), constant_values=1)
         decay = jnp.prod(x.reshape(*x.shape[:2], count - 2, each, -1), axis=3)[..., None]
+        decay = jnp.flip(decay, 2) if reverse else decay
     before = [start, ends[:, :, 0]]
     for index in range(1, count - 1):
         moved = before[-1] if decay is None else decay[:, :, index - 1] * before[-1]
         before.append(moved + ends[:, :, index])
-    return jnp.stack(before, axis=2)
+    made = jnp.stack(before, axis=2)
+    return jnp.flip(made, 2) if reverse else made

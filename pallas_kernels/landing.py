@@ -96,6 +96,11 @@ class Landing:
 
     # Where things are.
 
+    def index(self, number: Any) -> Any:
+        """The chunk whose turn it is after `number` others; one of the sequence's in any case."""
+        turn = self.last - 1 - number if self.how.reverse else self.first + number
+        return jnp.clip(turn, 0, self.problem.chunks - 1)
+
     def tokens(self, index: Any, vectors: dict[str, Array] | None = None) -> Tokens:
         return Tokens(self.problem, self.block.rule, self.arrays, (self.batch, self.head, index), vectors)
 
@@ -155,9 +160,10 @@ class Landing:
             tiles = {
                 n: tokens.landed(pages.tile(self.value_page(n, slot), self.arrays[n].dtype)) for n in self.block.values
             }
-            z = tokens.output("z", tiles | tokens.gates("z"))
+            name = self.block.values[0]
+            z = tiles[name] if self.how.reverse else tokens.output("z", tiles | tokens.gates("z"))
             loaded()
-            put(pages.operand(self.value_page("v", slot), self.numbers), z, self.numbers)
+            put(pages.operand(self.value_page(name, slot), self.numbers), z, self.numbers)
         sync()
         plgpu.barrier_arrive(self.barriers.ready.at[slot])
 
@@ -166,22 +172,21 @@ class Landing:
         depth, count = self.how.depth, self.last - self.first
         lead = max(depth - 1, 1)
         for number in range(lead):
-            pl.when(number < count)(partial(self.fetch, self.first + number, number))
+            pl.when(number < count)(partial(self.fetch, self.index(number), number))
 
         def step(number: Any, vectors: dict[str, Array]) -> dict[str, Array]:
-            index, new = self.first + number, number + lead
-            ahead = self.vectors(self.block.landing, jnp.minimum(index + 1, self.last - 1))
-            self.land(index, slot_of(number, depth), vectors)
+            new = number + lead
+            ahead = self.vectors(self.block.landing, self.index(number + 1))
+            self.land(self.index(number), slot_of(number, depth), vectors)
 
             @pl.when(new < count)
             def _() -> None:
                 pl.when(new >= depth)(lambda: plgpu.barrier_wait(self.barriers.empty.at[slot_of(new, depth)]))
-                self.fetch(self.first + new, slot_of(new, depth))
+                self.fetch(self.index(new), slot_of(new, depth))
 
             return ahead
 
-        first = jnp.minimum(self.first, self.problem.chunks - 1)
-        lax.fori_loop(0, count, step, self.vectors(self.block.landing, first))
+        lax.fori_loop(0, count, step, self.vectors(self.block.landing, self.index(0)))
 
     def wait(self, number: Any) -> None:
         """Until a chunk can be used."""

@@ -28,7 +28,7 @@ class _NotLinear(Exception):
 
 def terms(rule: TiledRule) -> tuple[str, ...] | None:
     """Which of k and q make up e, in that order; None if e is not such a sum, or the rule's key is not k itself."""
-    if "e" in rule.absent or not _keeps_keys(rule):
+    if "e" in rule.absent or not keeps_keys(rule):
         return None
     vectors = {n: jax.ShapeDtypeStruct((C,), jnp.float32) for n in rule.names if rule.axis[n] == "head"}
     try:
@@ -43,7 +43,7 @@ def coefficients(rule: TiledRule, vectors: Mapping[str, Array]) -> Terms:
     return _form(rule, vectors)
 
 
-def _keeps_keys(rule: TiledRule) -> bool:
+def keeps_keys(rule: TiledRule) -> bool:
     jaxpr = rule.jaxprs["k"].jaxpr
     return jaxpr.outvars[0] is jaxpr.invars[rule.names.index("k")]
 

@@ -114,21 +114,24 @@ def _thin(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[1] == 1
 
 
-def _check(jaxpr: Any, name: str) -> None:
+def check(jaxpr: Any, name: str, sums: bool = False) -> None:
+    """Refuses what cannot be evaluated on tiles. sums: over channels are allowed."""
     for equation in live(jaxpr)[0]:
         primitive = equation.primitive.name
         if primitive in CALLS:
-            _check(inner(equation).jaxpr, name)
+            check(inner(equation).jaxpr, name, sums)
         elif primitive in VIEWS:
             (x,), (out,) = equation.invars, equation.outvars
             kept = x.aval.shape == () or (len(out.aval.shape) in (1, 2) and out.aval.shape[0] == x.aval.shape[0])
             if not kept:
                 raise Unsupported(f"its {name} reshapes {x.aval.shape} to {out.aval.shape}")
+        elif sums and primitive == "reduce_sum" and equation.params["axes"] == (1,):
+            continue
         elif primitive not in ELEMENTWISE and primitive not in LONGER:
             raise Unsupported(f"its {name} uses the operation {primitive!r}, which the kernels do not have")
 
 
-def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
+def evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
     def read(v: Any) -> Any:
@@ -139,7 +142,7 @@ def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
         inputs = [(read(v), v.aval.shape) for v in equation.invars]
         if name in CALLS:
             called = inner(equation)
-            outs = _evaluate(called.jaxpr, called.consts, [x for x, _ in inputs])
+            outs = evaluate(called.jaxpr, called.consts, [x for x, _ in inputs])
         elif name in VIEWS:
             outs = [_view(*inputs[0], shape)]
         else:
@@ -157,6 +160,10 @@ def _view(x: Any, was: tuple[int, ...], shape: tuple[int, ...]) -> Any:
 
 
 def apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
+    if equation.primitive.name == "reduce_sum":
+        # Over the channels; a vector with one number per row is that sum already.
+        ((x, _),) = inputs
+        return jnp.sum(x, axis=1) if jnp.ndim(x) == 2 else x
     wide = [rows(x, C) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
     name = equation.primitive.name
     if name == "add_any":
@@ -197,6 +204,7 @@ class TiledRule:
     def _trace(self, function: Callable[..., Any], width: Mapping[str, int]) -> None:
         shapes = [jax.ShapeDtypeStruct((C, width[self.axis[n]]), jnp.float32) for n in self.names]
         self.jaxprs: dict[str, Any] = {}
+        self.function, self.shapes = function, shapes
         self.arguments: dict[str, list[str]] = {}
         self.absent = set()
         self.decay_axis = None
@@ -218,7 +226,7 @@ class TiledRule:
                 self.arguments[output] = []
                 continue
             jaxpr = closed.jaxpr
-            _check(jaxpr, output)
+            check(jaxpr, output)
             need = live(jaxpr)[1]
             self.jaxprs[output] = closed
             self.arguments[output] = [n for n, v in zip(self.names, jaxpr.invars, strict=True) if v in need]
@@ -237,4 +245,4 @@ class TiledRule:
     def __call__(self, output: str, tiles: Mapping[str, Array]) -> Array:
         """One output of tiles by name: [C, width] arrays, [C] vectors for gates with one number per head."""
         closed = self.jaxprs[output]
-        return _evaluate(closed.jaxpr, closed.consts, [tiles.get(n) for n in self.names])[0]
+        return evaluate(closed.jaxpr, closed.consts, [tiles.get(n) for n in self.names])[0]

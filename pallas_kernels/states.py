@@ -21,6 +21,7 @@ from pallas_kernels.landing import Barriers, Block
 from pallas_kernels.layout import RESERVED, channel_gates, head_gates
 from pallas_kernels.pages import PAGE, Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
+from pallas_kernels.reverse import Reverse
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.steps import Steps
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
@@ -33,7 +34,8 @@ class Scan:
     stretches: parts of a sequence that run at the same time. warpgroups: value tiles of a block. depth: chunks in
     flight. outputs: write O and the final state; otherwise only the state at the end of each stretch.
     identity: carry the columns of the identity through the chunks, with Z = 0: the end is the stretch's transition.
-    save_states: also write the state before each chunk. first, last: the stretches to run, all by default.
+    save_states: also write the state before each chunk. keep: also write U and that state, as operands. reverse: from
+    the last chunk to the first, as reverse.py does. first, last: the stretches to run, all by default.
     """
 
     stretches: int
@@ -42,6 +44,8 @@ class Scan:
     outputs: bool = True
     identity: bool = False
     save_states: bool = False
+    keep: bool = False
+    reverse: bool = False
     first: int = 0
     last: int | None = None
 
@@ -63,7 +67,9 @@ class Layout:
         values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
     """
 
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int) -> None:
+    def __init__(
+        self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], depth: int, reverse: bool = False
+    ) -> None:
         parts, pieces = problem.numbers.parts, problem.key_pieces
         even = parts == 2
         slot = Taken()
@@ -82,10 +88,12 @@ class Layout:
         self.state = own.take(pieces * parts, even)
         out = pages_of(problem.dtype)
         self.x = own.take(max(parts, out), even or out > 1)
-        self.t = own.take(parts, even) if problem.direct and problem.decay is not None else self.x
+        separate = reverse or (problem.direct and problem.decay is not None)
+        self.t = own.take(parts, even) if separate else self.x
+        self.read = own.take(parts, even) if reverse and problem.direct else self.t
+        self.values = {"d_out" if reverse else "v": (own.take(depth * parts, even), parts)}
         # What one chunk's gates of v were for is done before the next one's land.
-        self.values = {"v": (own.take(depth * parts, even), parts)}
-        for name in channel_gates(rule, "z"):
+        for name in () if reverse else channel_gates(rule, "z"):
             size = pages_of(dtypes[name])
             self.values[name] = (own.take(size, size > 1), 0)
         self.own = own.count + own.count % 2
@@ -96,25 +104,27 @@ class Layout:
         return (self.shared + warpgroups * self.own) * PAGE
 
 
-def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], stretches: int) -> tuple[int, int] | None:
+def choose(
+    problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], stretches: int, reverse: bool = False
+) -> tuple[int, int] | None:
     """(warpgroups, depth) that fit into shared memory, or None."""
     blocks = problem.batch * problem.value_heads * stretches * problem.value_pieces
     most = 1 if blocks <= PROCESSORS else 2
     options = [(w, d) for d in (2, 1) for w in range(most, 0, -1) if problem.value_pieces % w == 0]
     for warpgroups, depth in options:
-        if Layout(problem, rule, dtypes, depth).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
+        if Layout(problem, rule, dtypes, depth, reverse).bytes(warpgroups) <= SMEM_LIMIT - RESERVED:
             return warpgroups, depth
     return None
 
 
 def _inputs(problem: Problem, rule: TiledRule, how: Scan) -> tuple[list[str], list[str], list[str], list[str]]:
     """Names of the arrays that a scan reads: shared tiles; values and gates; vectors for what lands; for the rest."""
-    reads_q = how.outputs or (problem.erases and problem.direct and "q" in (problem.terms or ()))
+    reads_q = how.outputs or how.reverse or (problem.erases and problem.direct and "q" in (problem.terms or ()))
     tiles = (["q"] if reads_q else []) + ["k"] + (["y"] if problem.erases and not problem.direct else [])
     tiles += channel_gates(rule, "k") if problem.direct else []
-    tiles += (["p"] if how.outputs else []) + (["a"] if problem.erases else [])
-    values = [] if how.identity else ["v", *channel_gates(rule, "z")]
-    outputs = (() if how.identity else ("z",)) + (("k",) if problem.direct else ())
+    tiles += (["p"] if how.outputs or how.reverse else []) + (["a"] if problem.erases else [])
+    values = [] if how.identity else ["d_out"] if how.reverse else ["v", *channel_gates(rule, "z")]
+    outputs = (() if how.identity or how.reverse else ("z",)) + (("k",) if problem.direct else ())
     valid = ["valid"] if problem.masked else []
     vectors: list[str] = []
     if problem.direct:
@@ -151,12 +161,18 @@ def scan(
         given[name] = prepared[name] if name in prepared else inputs[name]
     if start is not None:
         given["start"] = start
-    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth)
+    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.reverse)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
-    if how.outputs:
+    kept = (numbers.parts, problem.batch, problem.value_heads, problem.chunks * C, problem.value_dim)
+    names = ("d_z", "d_states") if how.reverse and how.outputs else ("kept_u", "kept_states") if how.keep else None
+    if names is not None:
+        out[names[0]] = jax.ShapeDtypeStruct(kept, numbers.dtype)
+        out[names[1]] = jax.ShapeDtypeStruct((numbers.parts, problem.chunks, *state_shape), numbers.dtype)
+    if how.outputs and not how.reverse:
         shape = (problem.batch, problem.length, problem.value_heads, problem.value_dim)
         out["out"] = jax.ShapeDtypeStruct(shape, problem.dtype)
+    if how.outputs:
         out["end"] = jax.ShapeDtypeStruct(state_shape, jnp.float32)
     else:
         each = (*state_shape[:2], how.count, *state_shape[2:])
@@ -184,7 +200,8 @@ def scan(
 
         def steps(me: Any) -> Steps:
             pages = Pages(shared_views, 0, dtypes), Pages(own_views, me, dtypes), own
-            return Steps(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
+            kind = Reverse if how.reverse else Steps
+            return kind(block, arrays, results, pages, Barriers(*barriers), place, (tile, me), (first, last))
 
         pl.when(me == how.warpgroups)(lambda: steps(0).serve())
         pl.when(me < how.warpgroups)(lambda: steps(me).run())

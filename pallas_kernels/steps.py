@@ -47,22 +47,24 @@ class Steps(Landing):
 
     def run(self) -> None:
         """The chunks one after the other, then the last state to device memory."""
-        first = jnp.minimum(self.first, self.problem.chunks - 1)
-        carry = self.initial(), self.vectors(self.block.vectors, first), self.decays(first)
+        carry = self.initial(), self.vectors(self.block.vectors, self.index(0)), self.decays(self.index(0))
         self.finish(lax.fori_loop(0, self.last - self.first, self.step, carry)[0])
 
     def step(self, number: Any, carry: Carry) -> Carry:
         state, vectors, kept = carry
-        index, slot = self.first + number, slot_of(number, self.how.depth)
+        index, slot = self.index(number), slot_of(number, self.how.depth)
         # Early: these wait for device memory.
-        following = jnp.minimum(index + 1, self.last - 1)
-        ahead = self.vectors(self.block.vectors, following), self.decays(following)
+        ahead = self.vectors(self.block.vectors, self.index(number + 1)), self.decays(self.index(number + 1))
+        if self.how.keep:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's state and U
         for piece, x in enumerate(state):
             put(self.own(self.layout.state + piece * self.numbers.parts), x, self.numbers)
             if self.how.save_states:
                 place = (index, self.batch, self.head, pl.ds(piece * C, C), pl.ds(self.column, C))
                 self.results["states"].at[place][...] = x
         sync()
+        if self.how.keep:
+            self.keep_states("kept_states", index)
         self.wait(number)
         of = self._reads(slot, self.tokens(index, vectors))
         u, t = self._corrections(slot, of, self.tokens(index, vectors))
@@ -71,12 +73,28 @@ class Steps(Landing):
             sums.append(([(self.operand("p", slot), u)], of["out"]))
         for piece, x in enumerate(state):
             key = transposed(self.operand("k", slot, piece))
-            sums.append(([(key, t)], _scale(x, kept[piece % len(kept)]) if kept else x))
+            sums.append(([(key, t)], scale(x, kept[piece % len(kept)]) if kept else x))
+        if self.how.keep:
+            self.keep_values("kept_u", u, index)
         made = accumulate(self.numbers, sums)
         if self.how.outputs:
             self._store(index, made.pop(0))
+        if self.how.keep and not self.problem.erases:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # U lies where the next values land
         self.done(number)
         return tuple(made), *ahead
+
+    def keep_states(self, name: str, index: Any) -> None:
+        """The state as it was stored for the products to device memory."""
+        for piece in self.pieces:
+            for part, ref in enumerate(self.own(self.layout.state + piece * self.numbers.parts)):
+                place = (part, index, self.batch, self.head, pl.ds(piece * C, C), pl.ds(self.column, C))
+                plgpu.copy_smem_to_gmem(ref, self.results[name].at[place])
+
+    def keep_values(self, name: str, x: Any, index: Any) -> None:
+        for part, ref in enumerate(x):
+            place = (part, self.batch, self.head, pl.ds(index * C, C), pl.ds(self.column, C))
+            plgpu.copy_smem_to_gmem(ref, self.results[name].at[place])
 
     def _reads(self, slot: Any, tokens: Tokens) -> dict[str, Array]:
         """What the state holds for the tokens: "e", what is erased, and "out", their output without this chunk's."""
@@ -92,10 +110,10 @@ class Steps(Landing):
         found = {}
         if problem.erases:
             factors = coefficients(self.block.rule, tokens.gates("e"))._asdict()
-            parts = [_scale(read[n], factors[n] * into) for n in terms or ()]
+            parts = [scale(read[n], factors[n] * into) for n in terms or ()]
             found["e"] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         if self.how.outputs:
-            found["out"] = _scale(read["q"], problem.scale * into)
+            found["out"] = scale(read["q"], problem.scale * into)
         return found
 
     def _corrections(self, slot: Any, of: Mapping[str, Array], tokens: Tokens) -> tuple[Any, Any]:
@@ -114,7 +132,7 @@ class Steps(Landing):
         sync()
         (u,) = products(self.numbers, [(self.operand("a", slot), x)])
         sync()
-        if self.how.outputs or not separate:
+        if self.how.outputs or self.how.keep or not separate:
             put(x, u, self.numbers)
         if separate:
             put(t, u * rows(tokens.vectors["out_of"], C), self.numbers)
@@ -154,13 +172,15 @@ class Steps(Landing):
                 self.results["end"].at[(self.batch, self.head, self.stretch, *within)][...] = x
                 continue
 
-            @pl.when((self.last == self.problem.chunks) & (self.first < self.last))
+            at_end = self.first == 0 if self.how.reverse else self.last == self.problem.chunks
+
+            @pl.when(at_end & (self.first < self.last))
             def _(x: Array = x, within: Any = within) -> None:
                 self.results["end"].at[(self.batch, self.head, *within)][...] = x
 
         plgpu.wait_smem_to_gmem(0)
 
 
-def _scale(x: Array, factor: Any) -> Array:
+def scale(x: Array, factor: Any) -> Array:
     """Each row times a number of its own, or all times one."""
     return x * (rows(factor, C) if getattr(factor, "ndim", 0) else factor)

@@ -1,7 +1,8 @@
 """The GPU kernels (`pallas_kernels`) as an implementation of `delta_rule`.
 
 forward     the kernels; when differentiated they also save the state before each chunk
-gradient    `chunked_backward`, from those states and the inputs
+gradient    `chunked_backward`, from those states and the inputs; or with `kernel_settings(gradients="kernels")`, until
+            they have been measured, `pallas_kernels.backward`, from the inputs alone
 vmap        the mapped axis becomes a part of the batch
 refused     by name: second derivatives and forward mode
 """
@@ -40,11 +41,13 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What is fixed at compile time, besides the rule. overrides: of what `pallas_kernels.forward` chooses."""
+    """What is fixed at compile time, besides the rule. overrides: of what `pallas_kernels.forward` chooses. gradients:
+    "xla" or "kernels"; "xla" where the kernels cannot."""
 
     chunks: ChunkOptions
     accurate: bool
     interpret: Any = None
+    gradients: str = "xla"
     overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -52,12 +55,12 @@ _settings: ContextVar[Mapping[str, Any] | None] = ContextVar("mosaic_settings", 
 
 
 @contextmanager
-def kernel_settings(*, interpret: Any = None, **overrides: Any) -> Iterator[None]:
+def kernel_settings(*, interpret: Any = None, gradients: str = "xla", **overrides: Any) -> Iterator[None]:
     """For tests: how the kernels of the calls inside run.
 
-    interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly. overrides: as in `KernelOptions`.
+    interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly. gradients, overrides: as in `KernelOptions`.
     """
-    token = _settings.set({"interpret": interpret, "overrides": overrides})
+    token = _settings.set({"interpret": interpret, "gradients": gradients, "overrides": overrides})
     try:
         yield
     finally:
@@ -125,6 +128,16 @@ def _gate_dtype(gate: Any) -> Any:
     return gate.dtype if gate.dtype in pallas_kernels.DTYPES else jnp.dtype(jnp.float32)
 
 
+def _into_batch(size: int) -> Callable[[Array, bool], Array]:
+    """A mapped axis as a part of the batch."""
+
+    def fold(x: Array, is_mapped: bool) -> Array:
+        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    return fold
+
+
 def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[..., tuple[Array, Array, Array | None]]:
     """(q, k, v, gates, state, valid, reset) -> out, the final state and the states before each chunk of 64 tokens."""
 
@@ -158,11 +171,7 @@ def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[
 
     @run.def_vmap
     def fold(size, mapped, *arguments):
-        def into_batch(x: Array, is_mapped: bool) -> Array:
-            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(size * x.shape[1], *x.shape[2:])
-
-        out, end, states = run(*jax.tree.map(into_batch, arguments, tuple(mapped)))
+        out, end, states = run(*jax.tree.map(_into_batch(size), arguments, tuple(mapped)))
         out, end = (x.reshape(size, -1, *x.shape[1:]) for x in (out, end))
         if states is not None:
             states = jnp.moveaxis(states.reshape(states.shape[0], size, -1, *states.shape[2:]), 1, 0)
@@ -207,7 +216,67 @@ def _differentiable(rule: Rule, options: KernelOptions, *arguments: Any) -> tupl
     return mosaic_plain(rule, options, *arguments)
 
 
+def _gradient_kernels(rule: Rule, options: KernelOptions) -> Callable[..., pallas_kernels.Backward]:
+    """(q, k, v, gates, state, valid, reset, d_out, d_end) -> the gradients of the first five."""
+
+    def backward(q, k, v, gates, state, valid, reset, d_out, d_end):
+        with jax.enable_x64(False):
+            made = pallas_kernels.backward(
+                rule.function,
+                _axes(rule, gates),
+                q,
+                k,
+                v,
+                {name: x.astype(_gate_dtype(x)) for name, x in gates.items()},
+                state,
+                valid,
+                reset,
+                d_out,
+                d_end,
+                scale=options.chunks.scale,
+                accurate=options.accurate,
+                interpret=options.interpret,
+                **options.overrides,
+            )
+        return made._replace(gates={name: x.astype(gates[name].dtype) for name, x in made.gates.items()})
+
+    run = custom_vmap(lambda *arguments: without_axes(backward, *arguments))
+
+    @run.def_vmap
+    def fold(size, mapped, *arguments):
+        made = run(*jax.tree.map(_into_batch(size), arguments, tuple(mapped)))
+        made = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+        return made, jax.tree.map(lambda _: True, made)
+
+    def refusing(*arguments: Any) -> pallas_kernels.Backward:
+        *tensors, valid, reset, d_out, d_end = arguments
+        *tensors, d_out, d_end = no_derivative((*tensors, d_out, d_end), REFUSED)
+        return run(*tensors, valid, reset, d_out, d_end)
+
+    return refusing
+
+
+def _by_kernels(rule: Rule, options: KernelOptions, *arguments: Any) -> bool:
+    """Whether the gradient runs through the kernels."""
+    q, _, v, gates, _, valid, reset = arguments
+    if options.gradients != "kernels":
+        return False
+    reason = pallas_kernels.backward_unsupported(
+        rule.function,
+        _axes(rule, gates),
+        q,
+        v,
+        {name: jax.ShapeDtypeStruct(x.shape, _gate_dtype(x)) for name, x in gates.items()},
+        accurate=options.accurate,
+        masked=valid is not None,
+        segmented=reset is not None,
+    )
+    return reason is None
+
+
 def _forward(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[tuple[Array, Array], tuple]:
+    if _by_kernels(rule, options, *arguments):
+        return mosaic_plain(rule, options, *arguments), (*arguments, None)
     out, end, states = _kernels(rule, options, True)(*arguments)
     q, k, v, gates, _, valid, reset = arguments
     return (out, end), (q, k, v, gates, valid, reset, checkpoint_name(states, "delta_rule_states"))
@@ -215,6 +284,9 @@ def _forward(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[tuple
 
 def _backward(rule: Rule, options: KernelOptions, saved: tuple, cotangents: tuple) -> tuple:
     *inputs, states = saved
+    if states is None:
+        made = _gradient_kernels(rule, options)(*inputs, *cotangents)
+        return *made, None, None
     batch, length, heads, _ = inputs[2].shape
     states = grouped_states(make_plan(options.chunks, batch, length, heads), states)
     return chunked_backward(rule, options.chunks, (*inputs, states, None), cotangents)

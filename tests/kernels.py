@@ -5,12 +5,13 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import round_to
+from cases import Shape, round_to
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from reference import call, cast_inputs, loop
-from tolerances import KERNEL, relative_error
+from reference import call, cast, cast_inputs, gradients, loop
+from tolerances import KERNEL, KERNEL_GRADIENT, relative_error
 
 import pallas_kernels
 from qdelta_jax.chunked import ChunkOptions, _forward
@@ -63,6 +64,10 @@ def stand_in(function, axes, q, k, v, gates, state, valid, reset, *, scale, accu
     return pallas_kernels.Forward(out, end, states if save_states else None)
 
 
+SMALL = Shape(1, 65, 1, 1, 16, 24)
+"""Two chunks, the last one not full; K != V, neither a multiple of 64."""
+
+
 def rounded(inputs: dict, dtype) -> dict:
     """Inputs that dtype can hold; the state is float32 in any case."""
     return {**round_to(inputs, dtype), "initial_state": inputs["initial_state"]}
@@ -81,3 +86,50 @@ def check_values(name, inputs, dtype, ids=None, *, tolerance=None, **overrides) 
     assert max(errors) <= tolerance, errors
     if ids is not None:
         assert np.all(np.asarray(out)[np.asarray(ids) == 0] == 0)
+
+
+def check_gradients(
+    name, inputs, cotangents, ids=None, *, tolerance=KERNEL_GRADIENT, how=run_kernels, dtype=jnp.float32, of_decay=None
+) -> None:
+    """Values and every gradient against those of the definition in float64 on the same rounded inputs. of_decay: the
+    tolerance of log_decay's, if another."""
+    if dtype != jnp.float32:
+        inputs, cotangents = rounded(inputs, dtype), (round_to(cotangents[0], dtype), cotangents[1])
+    with jax.enable_x64(True):
+        want = gradients(name, inputs, cotangents, ids, implementation="scan")
+
+    @jax.jit
+    def run(x, cotangents):
+        out, pull_back = jax.vjp(lambda x: call(name, x, ids, implementation="mosaic"), x)
+        return out, pull_back(cotangents)[0]
+
+    given = cast(cotangents[0], dtype), cast(cotangents[1], jnp.float32)
+    with how():
+        (out, state), found = run(cast_inputs(inputs, dtype), given)
+    got = {"output": out, "final_state": state, **{f"grad_{n}": x for n, x in (found | found.pop("gates")).items()}}
+    errors = {n: relative_error(x, want[n]) for n, x in got.items()}
+    assert set(got) == set(want)
+    limits = {"grad_log_decay": tolerance if of_decay is None else of_decay}
+    assert all(x <= limits.get(n, tolerance) for n, x in errors.items()), errors
+
+
+SEGMENTED = SMALL._replace(length=80)
+
+
+def segments(shape: Shape) -> np.ndarray:
+    """Resets inside a chunk and at its edge, padding inside a segment and at both ends."""
+    ids = np.full(shape[:2], 3, np.int32)
+    ids[:, :5] = 0
+    ids[:, 30:40] = 0
+    ids[:, 50:] = 4
+    ids[:, 64:] = 1
+    ids[:, 70:75] = 0
+    ids[:, -3:] = 0
+    return ids
+
+
+def poisoned(inputs: dict, ids: np.ndarray) -> dict:
+    """NaN wherever there is padding."""
+    poison = lambda x: np.where((ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), np.nan, x)  # noqa: E731
+    gates = {n: poison(x) for n, x in inputs["gates"].items()}
+    return {**{n: poison(inputs[n]) for n in "qkv"}, "gates": gates, "initial_state": inputs["initial_state"]}

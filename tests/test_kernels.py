@@ -7,39 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Shape, every_rule, every_structure, make_cotangents, make_inputs
-from kernels import INTERPRET, ON_GPU, QUICK, check_values, rounded, run_kernels, run_stand_in
-from reference import call, cast, cast_inputs, gradients, loop
-from tolerances import FLOAT32_DECAY, KERNEL, KERNEL_CORRELATED, KERNEL_GRADIENT, relative_error
+from kernels import (
+    INTERPRET,
+    ON_GPU,
+    QUICK,
+    SEGMENTED,
+    SMALL,
+    check_gradients,
+    check_values,
+    poisoned,
+    rounded,
+    run_kernels,
+    run_stand_in,
+    segments,
+)
+from reference import call, cast, cast_inputs, loop
+from tolerances import FLOAT32_DECAY, KERNEL, KERNEL_CORRELATED, relative_error
 
 import pallas_kernels
 import qdelta_jax as qd
 from qdelta_jax import RULES
 
-SMALL = Shape(1, 65, 1, 1, 16, 24)
-"""Two chunks, the last one not full; K != V, neither a multiple of 64."""
-
 BIG = Shape(2, 1000, 4, 8, 128, 128)
 """What fills several blocks of a GPU."""
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
-
-
-def check_gradients(name, inputs, cotangents, ids=None, *, tolerance=KERNEL_GRADIENT, how=run_kernels) -> None:
-    """Values and every gradient in float32, against those of the definition in float64."""
-    with jax.enable_x64(True):
-        want = gradients(name, inputs, cotangents, ids, implementation="scan")
-
-    @jax.jit
-    def run(x, cotangents):
-        out, pull_back = jax.vjp(lambda x: call(name, x, ids, implementation="mosaic"), x)
-        return out, pull_back(cotangents)[0]
-
-    with how():
-        (out, state), found = run(cast_inputs(inputs, F32), cast(cotangents, F32))
-    got = {"output": out, "final_state": state, **{f"grad_{n}": x for n, x in (found | found.pop("gates")).items()}}
-    errors = {n: relative_error(x, want[n]) for n, x in got.items()}
-    assert set(got) == set(want)
-    assert max(errors.values()) <= tolerance, errors
 
 
 @every_rule
@@ -48,28 +40,6 @@ def test_values_and_gradients_of_every_rule(name):
     rules do, and the other rules' values come below."""
     how = run_kernels if name in ("mamba2", "gla", "q_delta2") or ON_GPU else run_stand_in
     check_gradients(name, make_inputs(name, SMALL), make_cotangents(SMALL), how=how)
-
-
-SEGMENTED = SMALL._replace(length=80)
-
-
-def segments(shape: Shape) -> np.ndarray:
-    """Resets inside a chunk and at its edge, padding inside a segment and at both ends."""
-    ids = np.full(shape[:2], 3, np.int32)
-    ids[:, :5] = 0
-    ids[:, 30:40] = 0
-    ids[:, 50:] = 4
-    ids[:, 64:] = 1
-    ids[:, 70:75] = 0
-    ids[:, -3:] = 0
-    return ids
-
-
-def poisoned(inputs: dict, ids: np.ndarray) -> dict:
-    """NaN wherever there is padding."""
-    poison = lambda x: np.where((ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), np.nan, x)  # noqa: E731
-    gates = {n: poison(x) for n, x in inputs["gates"].items()}
-    return {**{n: poison(inputs[n]) for n in "qkv"}, "gates": gates, "initial_state": inputs["initial_state"]}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("linear_attention", BF16), ("gla", BF16), ("q_delta", F16)])

@@ -34,6 +34,13 @@ float32 numbers are two bfloat16 there, 16 bits; two float16 hold 22 bits (5.9e-
 KERNEL_GRADIENT = 1e-4
 """float32 gradients through the kernels: their states, and the XLA form's backward (measured worst 2.6e-6)."""
 
+KERNEL_GRADIENT_16 = 0.008
+"""bfloat16 gradients of the gradient kernels against float64 on the same rounded inputs (measured worst in the
+interpreter 5.4e-3)."""
+
+KERNEL_GRADIENT_16_DECAY = 0.02
+"""The same for log_decay, whose gradient is a sum of products of both signs (measured 8.8e-3)."""
+
 INVERSE = {True: 2e-5, False: 0.02}
 """The kernel for (I + L)^-1, accurate or not: its largest error relative to its largest entry, for keys nearly equal
 (measured worst in the interpreter 8.2e-6 and 1.1e-2: float16 parts hold 22 and 11 bits)."""

@@ -1,0 +1,148 @@
+"""The gradient kernels against the definition in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CORE, RULE_NAMES, Shape, gate_shape, make_cotangents, make_inputs
+from kernels import ON_GPU, SEGMENTED, SMALL, any_machine, check_gradients, poisoned, run_kernels, segments
+from reference import call, cast_inputs
+from tolerances import (
+    FLOAT32_DECAY,
+    KERNEL_CORRELATED,
+    KERNEL_GRADIENT,
+    KERNEL_GRADIENT_16,
+    KERNEL_GRADIENT_16_DECAY,
+    relative_error,
+)
+
+import pallas_kernels
+import qdelta_jax as qd
+from pallas_kernels.pull_back import PullBack
+from pallas_kernels.rule import TiledRule, Unsupported
+from qdelta_jax.mosaic import kernel_settings
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+HOW = partial(run_kernels, gradients="kernels")
+
+KINDS = RULE_NAMES if ON_GPU else ("mamba2", "q_delta", "q_delta2")
+"""On a CPU, where each takes seconds, one for each way through the kernels."""
+
+THREE = SMALL._replace(length=130)
+WIDE = Shape(1, 70, 1, 2, 70, 72)
+"""Two tiles of channels for keys and for values, two value heads for one head."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_rule(name):
+    check_gradients(name, make_inputs(name, SMALL), make_cotangents(SMALL), how=HOW)
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2"])
+def test_16_bit_inputs_and_wide_grouped_heads(name):
+    limits = {"tolerance": KERNEL_GRADIENT_16, "of_decay": KERNEL_GRADIENT_16_DECAY}
+    check_gradients(name, make_inputs(name, WIDE), make_cotangents(WIDE), how=HOW, dtype=BF16, **limits)
+
+
+@pytest.mark.parametrize("name", ["gla"] + ["q_delta"] * ON_GPU)
+def test_segments_and_poisoned_padding(name):
+    ids = segments(SEGMENTED)
+    check_gradients(name, poisoned(make_inputs(name, SEGMENTED), ids), make_cotangents(SEGMENTED), ids, how=HOW)
+
+
+@pytest.mark.parametrize(("name", "count"), [("delta_net", 3)] + [("retnet", 3)] * ON_GPU)
+def test_stretches(name, count):
+    """What the shapes of a long sequence would choose."""
+    check_gradients(name, make_inputs(name, THREE), make_cotangents(THREE), how=partial(HOW, count=count))
+
+
+def test_extreme_decays():
+    inputs = make_inputs("kda", SMALL)
+    decay = inputs["gates"]["log_decay"]
+    decay[:, 20:23] = -np.inf
+    decay[:, 40:50, :, :5] = -1e4
+    decay[:, 50:] = 0
+    check_gradients("kda", inputs, make_cotangents(SMALL), how=HOW, tolerance=FLOAT32_DECAY)
+
+
+def test_correlated_keys():
+    """Nearly equal keys, erased almost twice over."""
+    inputs = make_inputs("gated_delta_net", SMALL)
+    keys = inputs["k"][:, :1] + 0.3 * inputs["k"]
+    inputs["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    inputs["gates"]["beta"] = np.full_like(inputs["gates"]["beta"], 1.9)
+    check_gradients("gated_delta_net", inputs, make_cotangents(SMALL), how=HOW, tolerance=KERNEL_CORRELATED["float32"])
+
+
+def test_vmap_over_one_gate():
+    inputs = cast_inputs(make_inputs("delta_net", SMALL), F32)
+    factors = jnp.asarray([0.5, 1.0])
+
+    def gradient(implementation):
+        def loss(factor):
+            gates = {"beta": factor * inputs["gates"]["beta"]}
+            return jnp.sum(call("delta_net", {**inputs, "gates": gates}, implementation=implementation)[0] ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss)))(factors)
+
+    with HOW():
+        got = gradient("mosaic")
+    assert relative_error(got, gradient("xla")) <= KERNEL_GRADIENT
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.core] if n in CORE else []) for n in RULE_NAMES])
+def test_every_rule_lowers(name):
+    shape = Shape(1, 4096, 8, 16, 128, 128)
+    rule = qd.RULES[name]
+    q = jax.ShapeDtypeStruct((*shape[:3], 128), BF16)
+    v = jax.ShapeDtypeStruct((1, 4096, 16, 128), BF16)
+    kinds = {n: F32 if n == "log_decay" else BF16 for n in rule.gates}
+    gates = {n: jax.ShapeDtypeStruct(gate_shape(name, n, shape), kinds[n]) for n in rule.gates}
+    ids = jax.ShapeDtypeStruct(shape[:2], jnp.int32)
+
+    def loss(q, k, v, gates, ids):
+        return jnp.sum(qd.delta_rule(q, k, v, name, gates, segment_ids=ids, implementation="mosaic")[0].astype(F32))
+
+    with any_machine(), kernel_settings(gradients="kernels"):
+        made = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, v, gates, ids)
+        text = made.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 6
+
+
+def test_what_does_not_fit_goes_through_xla():
+    rule = qd.RULES["q_delta2"]
+    q = jax.ShapeDtypeStruct((1, 64, 1, 256), BF16)
+    gates = {n: jax.ShapeDtypeStruct(gate_shape("q_delta2", n, Shape(1, 64, 1, 1, 256, 256)), BF16) for n in rule.gates}
+    axes = {n: gate.axis for n, gate in rule.gates.items()}
+    options = {"accurate": False, "masked": False, "segmented": False}
+    reason = pallas_kernels.backward_unsupported(rule.function, axes, q, q, gates, **options)
+    assert "shared memory" in reason
+
+
+def test_a_function_whose_derivative_sums_over_tokens_is_refused():
+    function = lambda q, k, v: (k, None, v * jax.lax.stop_gradient(v) + jnp.sort(v, axis=-1), None)  # noqa: E731
+    with pytest.raises(Unsupported, match="sort"):
+        PullBack(TiledRule(function, {}, 16, 24))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULE_NAMES)
+def test_many_blocks_twice(name):
+    """Bit for bit the same, and against the XLA form."""
+    shape = Shape(2, 2048, 8, 8, 128, 128)
+    inputs = cast_inputs(make_inputs(name, shape), BF16)
+    cotangent = jnp.asarray(make_cotangents(shape)[0], BF16)
+
+    def gradient(implementation):
+        f = lambda x: call(name, x, implementation=implementation)[0]  # noqa: E731
+        return jax.jit(lambda x: jax.vjp(f, x)[1](cotangent)[0])
+
+    with HOW():
+        run = gradient("mosaic")
+        first, second = run(inputs), run(inputs)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    errors = jax.tree.map(relative_error, first, gradient("xla")(inputs))
+    assert max(jax.tree.leaves(errors)) <= KERNEL_GRADIENT_16_DECAY, errors
