@@ -8,7 +8,8 @@ Device time is what the GPU's kernels take, without launches: for JAX the sum of
 replay of a CUDA graph. Whole calls are timed by the host's clock, each waited for. Both are medians, and nothing clears
 the GPU's caches between two calls. Errors are relative RMS errors, of the first sequence and its first heads, against
 the token-by-token definition in float64 on the same rounded inputs. The floor is the time of reading each input and
-writing the output once.
+writing the output once. With --gradients xla (or kernels) forward and backward together are measured, too: see
+experiments/bench_gradients.py.
 
 Results go to experiments/results/kernels_DEVICE.json after each cell; what is stored there with the same versions and
 sources isn't measured again. `python -m experiments.plot_kernels FILE` makes a table and a plot of it.
@@ -33,7 +34,7 @@ import tyro
 
 import pallas_kernels
 import qdelta_jax as qd
-from experiments import bench_peer
+from experiments import bench_gradients, bench_peer
 from experiments.bench import RESULTS, timed
 from experiments.bench_peer import PEERS, find_shape
 from experiments.device_time import device_time, repeats_for
@@ -52,6 +53,7 @@ KEY = ("rule", "shape", "dtype", "implementation", "chunk_size")
 class Bench:
     """shapes: names in tests/cases.py. implementations: those of `delta_rule`, and "peer". minutes: no cell is begun
     after that; the same command goes on with what is left. bandwidth: of the GPU's memory in TB/s, for the floor.
+    gradients: measure forward and backward, too; "kernels": "mosaic" with the gradient kernels.
     again: measure what is stored, too. threads: that compile. warm_peer: only fill Triton's cache. out: a folder."""
 
     rules: tuple[str, ...] = tuple(qd.RULES)
@@ -61,6 +63,7 @@ class Bench:
     chunk_size: int = 64
     minutes: float = 5.5
     bandwidth: float = 4.8
+    gradients: Literal["no", "xla", "kernels"] = "no"
     again: bool = False
     threads: int = min(16, os.cpu_count() or 1)
     warm_peer: bool = False
@@ -111,7 +114,9 @@ def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:
         if bench_peer.can_run(peer.module)
     ]
     cell = {"rule": rule, "shape": shape, "dtype": bench.dtype, "date": time.strftime("%Y-%m-%d")}
-    return [{**cell, **x} for x in (*own, *others)]
+    cells = [{**cell, **x} for x in (*own, *others)]
+    with_gradients = {} if bench.gradients == "no" else {"gradients": bench.gradients}
+    return [{**x, "versions": {**x["versions"], **with_gradients}} for x in cells]
 
 
 @cache
@@ -127,7 +132,24 @@ def compile_all(cells: dict[str, list[dict]], shape: Shape, bench: Bench) -> dic
     jobs += [(rule, "reference") for rule, todo in cells.items() if todo]
     with ThreadPoolExecutor(bench.threads) as pool:
         made = list(pool.map(lambda job: build(job[0], job[1], shape, bench), jobs))
+        if bench.gradients != "no":
+            made += pool.map(lambda job: build_gradients(job[0], job[1], shape, bench), jobs)
+            jobs += [(rule, f"{name} gradients") for rule, name in jobs]
     return {rule: {name: x for (r, name), x in zip(jobs, made, strict=True) if r == rule} for rule in cells}
+
+
+def build_gradients(rule: str, name: str, shape: Shape, bench: Bench) -> Any:
+    """The same for forward and backward; the reference is the chunked form in float64."""
+    is_reference = name == "reference"
+    options = {"implementation": "xla" if is_reference else name, "chunk_size": bench.chunk_size}
+    arguments = jax.eval_shape(lambda: make_arguments(rule, shape, bench.dtype))
+    cotangents = jax.eval_shape(lambda: bench_gradients.make_cotangents(shape, bench.dtype))
+    with jax.enable_x64(is_reference):
+        if is_reference:
+            heads = HEADS * shape.value_heads // shape.heads
+            arguments = jax.eval_shape(first_heads, arguments)
+            cotangents = jax.eval_shape(lambda x: bench_gradients.first_heads(x, heads), cotangents)
+        return bench_gradients.build(rule, arguments, cotangents, bench.gradients, **options)
 
 
 def build(rule: str, name: str, shape: Shape, bench: Bench) -> Any:
@@ -173,11 +195,42 @@ def measure(
     try:
         arguments = jax.block_until_ready(make_arguments(rule, shape, bench.dtype))
         want = reference(programs["reference"], arguments)
+        wanted = reference_gradients(programs, arguments, shape, bench)
     except Exception as error:
         yield from ({**cell, **least, "error": f"reference: {describe(error)}"} for cell in cells)
         return
     for cell in cells:
-        yield {**cell, **least, **numbers(cell, programs, arguments, want)}
+        found = {**cell, **least, **numbers(cell, programs, arguments, want)}
+        if wanted is not None and "call_ms" in found:
+            found |= gradient_numbers(cell, programs, arguments, *wanted)
+        yield found
+
+
+def reference_gradients(programs: dict[str, Any], arguments: Any, shape: Shape, bench: Bench) -> Any:
+    """Cotangents, and the gradients of the first heads by name; None if they are not measured."""
+    if bench.gradients == "no":
+        return None
+    program = programs["reference gradients"]
+    if isinstance(program, Exception):
+        raise program
+    cotangents = jax.block_until_ready(bench_gradients.make_cotangents(shape, bench.dtype))
+    with jax.enable_x64(True):
+        heads = HEADS * shape.value_heads // shape.heads
+        made = program(first_heads(arguments), bench_gradients.first_heads(cotangents, heads))[1]
+        return cotangents, bench_gradients.flat(made)
+
+
+def gradient_numbers(
+    cell: dict[str, Any], programs: dict[str, Any], arguments: Any, cotangents: Any, want: Any
+) -> dict[str, Any]:
+    """What is measured of forward and backward, or why nothing is."""
+    try:
+        for peer in PEERS.get(cell["rule"], ()):
+            if peer.label == cell["implementation"]:
+                return bench_peer.measure_gradients(peer, arguments, cotangents, want if peer.same else None)
+        return bench_gradients.measure(programs[f"{cell['implementation']} gradients"], arguments, cotangents, want)
+    except Exception as error:  # The forward pass has been measured.
+        return {"both_error": describe(error)}
 
 
 def numbers(cell: dict[str, Any], programs: dict[str, Any], arguments: Any, want: Any) -> dict[str, Any]:
@@ -238,7 +291,8 @@ def floor(arguments: Any, bandwidth: float) -> dict[str, Any]:
 
 
 def format_cell(cell: dict[str, Any]) -> str:
-    names = ("device_ms", "call_ms", "floor_ms", "output_error", "state_error", "note", "reason", "error")
+    names: tuple[str, ...] = ("device_ms", "call_ms", "floor_ms", "output_error", "state_error", "both_ms", "both_mib")
+    names += ("gradient_error", "decay_gradient_error", "note", "reason", "error", "both_error")
     parts = [f"{x} {cell[x]:.3g}" if isinstance(cell[x], float) else str(cell[x]) for x in names if cell.get(x)]
     return "  ".join(["{shape:12s} {rule:18s} {implementation:14s}".format(**cell), *parts])
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments import bench_gradients
 from experiments.bench import timed
 from experiments.device_time import repeats_for
 from tests.cases import KERNEL_SHAPES, SHAPES, Shape, gate_shape
@@ -149,6 +150,31 @@ def measure(peer: Peer, arguments: Arguments, heads: int) -> tuple[dict[str, Any
         times |= {"device_ms": profiler_time(call, repeats), "ruler": "profiler"}
     torch.cuda.empty_cache()
     return times, got
+
+
+def measure_gradients(peer: Peer, arguments: Arguments, cotangents: Any, want: Any) -> dict[str, Any]:
+    """Forward and backward on JAX's arrays: see experiments/bench_gradients.py. want: gradients by name, or None."""
+    import torch
+
+    q, k, v, gates = jax.tree.map(to_torch, arguments)
+    names = ["q", "k", "v", *peer.gates]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, *(gates[name] for name in peer.gates))]
+    function = getattr(importlib.import_module(peer.module), peer.function)
+    options = {"scale": q.shape[-1] ** -0.5, "output_final_state": True, **peer.options}
+
+    def clock(call: Callable, repeats: int) -> float:
+        try:
+            return graph_time(call, repeats)
+        except Exception as error:  # Not everything can be captured.
+            print(f"no CUDA graph of {peer.label} ({type(error).__name__}: {error}), the profiler is used", flush=True)
+            return profiler_time(call, repeats)
+
+    d_out, d_end = (to_torch(x) for x in cotangents)
+    found = bench_gradients.measure_peer(
+        lambda: function(*inputs, **options), inputs, names, (d_out, d_end), want, clock
+    )
+    torch.cuda.empty_cache()
+    return found
 
 
 def to_torch(x: Any) -> Any:

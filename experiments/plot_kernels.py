@@ -66,6 +66,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def both_table(result: dict[str, Any]) -> str:
+    """Forward and backward together of the cells where they were measured, in markdown; empty without any."""
+    cells = [c for c in result["cells"] if "both_call_ms" in c or "both_error" in c]
+    titles = ("shape (BxTxH)", "rule", "inputs", "implementation", "device ms", "whole call ms", "MiB")
+    lines = ["Forward and backward", "", *header((*titles, "gradient error", "of log_decay", "remark"))]
+    for c in sorted(cells, key=lambda c: (c["shape"], c["rule"], c["dtype"])):
+        by = f" ({c['versions']['gradients']})" if c["implementation"] == "mosaic" else ""
+        values = [number(c.get(name)) for name in ("both_ms", "both_call_ms", "both_mib")]
+        errors = [f"{c[name]:.1e}" if name in c else "" for name in ("gradient_error", "decay_gradient_error")]
+        why = c.get("both_error", "").replace("\n", " ").replace("|", "/")
+        lines.append(line((c["shape"], c["rule"], c["dtype"], c["implementation"] + by, *values, *errors, why)))
+    return "\n".join([*lines, ""]) if cells else ""
+
+
 def remark(cell: dict[str, Any]) -> str:
     parts = [str(cell[name]) for name in ("note", "reason", "error") if name in cell]
     if "do_bench_ms" in cell:
@@ -126,9 +140,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main(path: Path) -> None:
     result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(f"{summary(result)}\n{table(result)}")
+    text = "\n".join(filter(None, (summary(result), both_table(result), table(result))))
+    path.with_suffix(".md").write_text(text)
     plot(result, path.with_suffix(".png"))
-    print(f"{summary(result)}\n{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+    print(f"{text}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

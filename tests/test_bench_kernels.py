@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from experiments import bench_kernels, plot_kernels
+from experiments.bench_gradients import errors
 from experiments.bench_kernels import Bench, Store, build, floor, make_arguments, numbers, reference
 from experiments.bench_peer import PEERS
 from experiments.device_time import kernel_time, repeats_for
 from qdelta_jax import RULES
 from tests.cases import KERNEL_SHAPES, SHAPES, every_rule, make_inputs
-from tests.tolerances import BF16, FLOAT32
+from tests.tolerances import BF16, FLOAT32, FLOAT32_DECAY
 
 ODD = SHAPES["odd"]
 CELL = {"rule": "kda", "shape": "odd", "dtype": "float32", "implementation": "xla", "chunk_size": 16}
@@ -101,6 +102,24 @@ def test_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_kernels, "jax_versions", lambda _: {"jax": "another"})
     assert len(bench_kernels.main(bench)["cells"]) == 2
     assert calls == [32, 16, 16]
+
+
+def test_forward_and_backward(tmp_path):
+    """Measured again with gradients; every gradient counts, and a table is made."""
+    bench = Bench(("kda",), ("odd",), ("xla",), "float32", 16, gradients="xla", out=str(tmp_path))
+    (cell,) = bench_kernels.main(bench)["cells"]
+    assert 0 < cell["gradient_error"] <= FLOAT32
+    assert 0 < cell["decay_gradient_error"] <= FLOAT32_DECAY
+    assert cell["both_call_ms"] > 0
+    assert cell["both_mib"] > 0
+    assert cell["versions"]["gradients"] == "xla"
+    (path,) = tmp_path.iterdir()
+    plot_kernels.main(path)
+    assert "| odd | kda | float32 | xla |  |" in path.with_suffix(".md").read_text().split("Forward and backward")[1]
+
+    got = {"q": np.ones((2, 3, 4, 5)), "log_decay": np.full((2, 3, 4), 2.0)}
+    want = {"q": np.full((1, 3, 2, 5), 1.25), "log_decay": np.full((1, 3, 2), 4.0)}
+    assert errors(got, want) == {"gradient_error": pytest.approx(0.2), "decay_gradient_error": pytest.approx(0.5)}
 
 
 def test_store_keeps_the_file_whole(tmp_path):
