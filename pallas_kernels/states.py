@@ -2,8 +2,8 @@
 
 One warpgroup carries the columns of the state that belong to one tile of values. One or two of them make a block, with
 one more that starts copies and makes operands of what they bring (landing.py); they share the tiles of a chunk that do
-not depend on the columns. A sequence may be cut into stretches that run at the same time, each
-from a state of its own. What happens in a chunk is in steps.py.
+not depend on the columns. A sequence may be cut into stretches that run at the same time, each from a state of its own.
+What happens in a chunk is in steps.py, and for gradients in reverse.py.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,10 @@ class Layout:
     Attributes:
         tiles: by name, (first page in a slot, step from piece to piece): q, k, y, gates of k; a and p.
         state, x, t: own operands: the state; Z - Y S, then U, then the output; U with the decay to the end.
-        values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots.
+            In reverse: D; dU, then dZ; dZ as k or y is multiplied with it.
+        read: in reverse, what q is multiplied with where it is not dO.
+        values: by name, (first page, step from slot to slot): v, which becomes Z, and its gates, one for all slots;
+            in reverse dO.
     """
 
     def __init__(
