@@ -53,8 +53,10 @@ class Layout:
         # A float32 tile on its way out, or two parts of one in a product.
         self.spare = taken.take(2, True)
         if problem.decay == "key":
-            self.logs, self.scaled = operands(1)[0], operands(1)[0]
-            self.level_p, self.level_l = operands(1)[0], operands(1)[0]
+            self.logs, self.scaled = operands(1)[0], self.spare
+            # dO and U have been used when the only tile of keys comes to its levels.
+            alone = problem.key_pieces == 1
+            self.level_p, self.level_l = (self.values[n][0] if alone else operands(1)[0] for n in ("d_out", "u"))
         # v and its gates land where q, k, e and theirs were.
         late = Taken()
         self.late: dict[str, tuple[int, int]] = {}

@@ -1,6 +1,8 @@
 """The gradient kernels against the definition in float64."""
 
+from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,15 @@ from qdelta_jax.mosaic import kernel_settings
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
-HOW = partial(run_kernels, gradients="kernels")
+
+@contextmanager
+def by_kernels(**overrides):
+    """The gradient kernels, which must have been called: what does not fit into them goes through XLA otherwise."""
+    spy = mock.patch.object(pallas_kernels, "backward", wraps=pallas_kernels.backward)
+    with spy as called, run_kernels(gradients="kernels", **overrides):
+        yield
+    assert called.called
+
 
 KINDS = RULE_NAMES if ON_GPU else ("mamba2", "q_delta", "q_delta2")
 """On a CPU, where each takes seconds, one for each way through the kernels."""
@@ -38,25 +48,25 @@ WIDE = Shape(1, 70, 1, 2, 70, 72)
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_rule(name):
-    check_gradients(name, make_inputs(name, SMALL), make_cotangents(SMALL), how=HOW)
+    check_gradients(name, make_inputs(name, SMALL), make_cotangents(SMALL), how=by_kernels)
 
 
 @pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2"])
 def test_16_bit_inputs_and_wide_grouped_heads(name):
     limits = {"tolerance": KERNEL_GRADIENT_16, "of_decay": KERNEL_GRADIENT_16_DECAY}
-    check_gradients(name, make_inputs(name, WIDE), make_cotangents(WIDE), how=HOW, dtype=BF16, **limits)
+    check_gradients(name, make_inputs(name, WIDE), make_cotangents(WIDE), how=by_kernels, dtype=BF16, **limits)
 
 
 @pytest.mark.parametrize("name", ["gla"] + ["q_delta"] * ON_GPU)
 def test_segments_and_poisoned_padding(name):
     ids = segments(SEGMENTED)
-    check_gradients(name, poisoned(make_inputs(name, SEGMENTED), ids), make_cotangents(SEGMENTED), ids, how=HOW)
+    check_gradients(name, poisoned(make_inputs(name, SEGMENTED), ids), make_cotangents(SEGMENTED), ids, how=by_kernels)
 
 
 @pytest.mark.parametrize(("name", "count"), [("delta_net", 3)] + [("retnet", 3)] * ON_GPU)
 def test_stretches(name, count):
     """What the shapes of a long sequence would choose."""
-    check_gradients(name, make_inputs(name, THREE), make_cotangents(THREE), how=partial(HOW, count=count))
+    check_gradients(name, make_inputs(name, THREE), make_cotangents(THREE), how=partial(by_kernels, count=count))
 
 
 def test_extreme_decays():
@@ -65,7 +75,7 @@ def test_extreme_decays():
     decay[:, 20:23] = -np.inf
     decay[:, 40:50, :, :5] = -1e4
     decay[:, 50:] = 0
-    check_gradients("kda", inputs, make_cotangents(SMALL), how=HOW, tolerance=FLOAT32_DECAY)
+    check_gradients("kda", inputs, make_cotangents(SMALL), how=by_kernels, tolerance=FLOAT32_DECAY)
 
 
 def test_correlated_keys():
@@ -74,7 +84,9 @@ def test_correlated_keys():
     keys = inputs["k"][:, :1] + 0.3 * inputs["k"]
     inputs["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
     inputs["gates"]["beta"] = np.full_like(inputs["gates"]["beta"], 1.9)
-    check_gradients("gated_delta_net", inputs, make_cotangents(SMALL), how=HOW, tolerance=KERNEL_CORRELATED["float32"])
+    check_gradients(
+        "gated_delta_net", inputs, make_cotangents(SMALL), how=by_kernels, tolerance=KERNEL_CORRELATED["float32"]
+    )
 
 
 def test_vmap_over_one_gate():
@@ -88,7 +100,7 @@ def test_vmap_over_one_gate():
 
         return jax.jit(jax.vmap(jax.grad(loss)))(factors)
 
-    with HOW():
+    with by_kernels():
         got = gradient("mosaic")
     assert relative_error(got, gradient("xla")) <= KERNEL_GRADIENT
 
@@ -140,7 +152,7 @@ def test_many_blocks_twice(name):
         f = lambda x: call(name, x, implementation=implementation)[0]  # noqa: E731
         return jax.jit(lambda x: jax.vjp(f, x)[1](cotangent)[0])
 
-    with HOW():
+    with by_kernels():
         run = gradient("mosaic")
         first, second = run(inputs), run(inputs)
     jax.tree.map(np.testing.assert_array_equal, first, second)
