@@ -12,13 +12,13 @@ from pallas_kernels import joins, states
 from pallas_kernels import layout as prepare_layout
 from pallas_kernels.forward import starts, stretches
 from pallas_kernels.gradients import Layout, gradients
-from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled
+from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
 from pallas_kernels.layout import RESERVED
 from pallas_kernels.pages import PAGE
 from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import PullBack
-from pallas_kernels.rule import TiledRule, Unsupported
+from pallas_kernels.rule import GATE, TiledRule, Unsupported, apart, gates_apart
 from pallas_kernels.states import Scan
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
 
@@ -45,12 +45,17 @@ def backward_unsupported(
     segmented: bool,
 ) -> str | None:
     """Why `backward` cannot take such arrays or such a rule, which `forward` can; None if it can."""
+    function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
+    options = {"accurate": accurate, "masked": masked, "segmented": segmented}
+    reason = unsupported(function, axes, q, v, gates, **options)
+    if reason is not None:
+        return reason
     rule = tiled(function, axes, q, v)
     try:
         PullBack(rule)
     except Unsupported as error:
-        return f"the rule cannot run inside a kernel: {error}"
-    problem = _problem(rule, q, v, scale=1.0, accurate=accurate, masked=masked, segmented=segmented, interpret=False)
+        return f"the rule cannot run inside a kernel: {error}".replace(GATE, "")
+    problem = _problem(rule, q, v, scale=1.0, interpret=False, **options)
     dtypes = _landing(problem, rule, {"q": q, "k": q, "v": v, **gates})
     room = SMEM_LIMIT - RESERVED
     fits = Layout(problem, rule, dtypes).count * PAGE <= room and prepare_layout.Layout(problem, rule, dtypes).workers
@@ -94,12 +99,26 @@ def backward(
 
     Args:
         d_out: [B, T, HV, V]; d_end: [B, HV, K, V] float32; the others as in `forward`.
+    Raises:
+        ValueError: an array does not fit; the message names it.
+        NotImplementedError: the kernels cannot take such arrays or such a rule; the message says why.
 
     Source: the WY form's gradient, docs/derivation.md.
     """
+    if state is None:
+        raise ValueError("state: got None, want [B, HV, K, V] float32")
     check_arrays(axes, q, k, v, gates, state, valid, reset)
-    accurate = q.dtype == jnp.float32 if accurate is None else accurate
+    for name, x, like in (("d_out", d_out, v), ("d_end", d_end, state)):
+        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+        if shape != like.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"{name}: got shape {shape} and dtype {dtype}, want {like.shape} of floating numbers")
+    accurate = bool(q.dtype == jnp.float32 if accurate is None else accurate)
     options = {"masked": valid is not None, "segmented": reset is not None}
+    reason = backward_unsupported(function, axes, q, v, gates, accurate=accurate, **options)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    d_end = d_end.astype(jnp.float32)
+    function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
     rule = tiled(function, axes, q, v)
     length = q.shape[1]
     problem = _problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
@@ -206,7 +225,7 @@ def _assemble(
         for name, x in _head_gates(rule, function, shapes, d_log_decay, valid, length).items():
             found[name] = (found[name].astype(jnp.float32) + x).astype(found[name].dtype)
     key_dim, value_dim = shapes["q"].shape[-1], shapes["v"].shape[-1]
-    grads = {n: found[n] for n in axes}
+    grads = {n.removeprefix(GATE): found[n] for n in axes}
     return Backward(found["q"], found["k"], found["v"], grads, d_state[:, :, :key_dim, :value_dim])
 
 
@@ -234,4 +253,4 @@ def _head_gates(
         given = {n: jnp.where(keep, x, 0) for n, x in given.items()}
         d_log_decay = jnp.where(keep, d_log_decay, 0)
     (made,) = jax.vjp(log_decay, given)[1](d_log_decay)
-    return made
+    return made if valid is None else {n: jnp.where(keep, x, 0) for n, x in made.items()}

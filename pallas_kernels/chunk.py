@@ -8,7 +8,6 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layout import Layout, head_gates
-from pallas_kernels.linear import coefficients
 from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
@@ -35,7 +34,7 @@ from pallas_kernels.tiles import (
     transposed,
     zeros,
 )
-from pallas_kernels.tokens import Tokens
+from pallas_kernels.tokens import AGAIN, Tokens
 from pallas_kernels.triangular import invert
 
 STEPS = 6
@@ -81,7 +80,7 @@ class Chunk(Tokens):
         if not again:
             found |= {f"nothing{step}": self.inputs["nothing"][step] for step in range(STEPS)}
         names = vector_names(self.problem, self.rule)
-        return found | {name: self.load(name) for name in names if name.endswith("_again") == again}
+        return found | {name: self.load(name) for name in names if (name in AGAIN) == again}
 
     def fetch_keys(self, names: tuple[str, ...]) -> None:
         """Starts the copies of some of q, k and the gates of e, all channels."""
@@ -154,7 +153,7 @@ class Chunk(Tokens):
     def erasing(self, of_q: Array, of_k: Array) -> Array:
         """The same sum for e where it is one of q and k."""
         made = None
-        for x, factor in zip((of_k, of_q), coefficients(self.rule, self.gates("e")), strict=True):
+        for x, factor in zip((of_k, of_q), self.coefficients(), strict=True):
             if factor is not None:
                 term = x.astype(jnp.float32) * (rows(factor, C) if factor.ndim else factor)
                 made = term if made is None else made + term
@@ -195,7 +194,7 @@ class Chunk(Tokens):
         if e is not None:
             terms = [(e, into)]
             if not self.has_e:
-                of = zip((k, q), coefficients(self.rule, self.gates("e")), strict=True)
+                of = zip((k, q), self.coefficients(), strict=True)
                 terms = [(x, into * (rows(a, C) if a.ndim else a)) for x, a in of if a is not None]
             made = [scaled(x, factor, self.numbers) for x, factor in terms]
             if len(made) == 1:

@@ -1,6 +1,6 @@
 """The gradients of one chunk of one head, and what the decay means for them where there is one per head."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,11 +8,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gradient_tiles import GradientTiles
 from pallas_kernels.layout import channel_gates
-from pallas_kernels.pages import Pages
-from pallas_kernels.problem import Problem
-from pallas_kernels.pull_back import pull_back
-from pallas_kernels.rule import TiledRule
 from pallas_kernels.tiles import (
     C,
     Numbers,
@@ -27,33 +24,12 @@ from pallas_kernels.tiles import (
     transposed,
     zeros,
 )
-from pallas_kernels.tokens import Tokens
 
 
-class Gradients(Tokens):
+class Gradients(GradientTiles):
     """One chunk of one head."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        rule: TiledRule,
-        layout: Any,
-        arrays: Mapping[str, Any],
-        results: Mapping[str, Any],
-        pages: Pages,
-        barriers: tuple[Any, ...],
-        place: tuple[Any, Any, Any],
-    ) -> None:
-        super().__init__(problem, rule, arrays, place)
-        self.layout, self.results, self.pages = layout, results, pages
-        self.landing, self.states, self.late = barriers
-        self.pull_back = pull_back(rule)
-        self.sums: dict[str, Array] = {}
-        # Where things land.
-        self.places = {**{n: layout.keys[n] for n in ("q", "k")}, **layout.gates}
-        for name, ref in arrays.items():
-            if len(ref.shape) in (2, 3) and name not in ("select", "spread", "through"):
-                self.vectors[name] = self.load(name)
+    channel_decay: Callable[[Any, list[Array], Array], list[Array]]
 
     def run(self) -> None:
         self.fetch_all()
@@ -82,61 +58,6 @@ class Gradients(Tokens):
             return nothing
 
         lax.fori_loop(0, count, one, ())
-
-    # Where things are, and copies.
-
-    def page(self, kind: str, name: str, piece: Any = 0) -> Any:
-        first, step = getattr(self.layout, kind)[name]
-        return first + piece * step
-
-    def operand(self, kind: str, name: str, piece: Any = 0) -> Any:
-        return self.pages.operand(self.page(kind, name, piece), self.numbers)
-
-    def fetch_all(self) -> None:
-        problem = self.problem
-        for name, (first, step) in self.places.items():
-            for piece in range(problem.key_pieces):
-                self.fetch(name, self.pages.tile(first + piece * step, self.inputs[name].dtype), piece, self.landing)
-        for piece in range(problem.value_pieces):
-            tile = self.pages.tile(self.page("values", "d_out", piece), self.inputs["d_out"].dtype)
-            self.fetch("d_out", tile, piece, self.landing)
-            for name in ("u", "d_z"):
-                for part, ref in enumerate(self.operand("values", name, piece)):
-                    place = (part, self.batch, self.head, self.tokens, pl.ds(piece * C, C))
-                    plgpu.copy_gmem_to_smem(self.inputs[name].at[place], ref, self.landing)
-
-    def fetch_late(self) -> None:
-        """v and its gates."""
-        sync()
-        for name, (first, step) in self.layout.late.items():
-            for piece in range(self.problem.value_pieces):
-                self.fetch(name, self.pages.tile(first + piece * step, self.inputs[name].dtype), piece, self.late)
-        plgpu.barrier_wait(self.late)
-
-    def fetch_states(self, key: Any, value: Any) -> tuple[Any, Any]:
-        """S and D of 64 key and 64 value channels."""
-        found = []
-        for name, page in (("states", self.layout.state), ("d_states", self.layout.after)):
-            found.append(self.pages.operand(page, self.numbers))
-            for part, ref in enumerate(found[-1]):
-                place = (part, self.index, self.batch, self.head, pl.ds(key * C, C), pl.ds(value * C, C))
-                plgpu.copy_gmem_to_smem(self.inputs[name].at[place], ref, self.states)
-        plgpu.barrier_wait(self.states)
-        return found[0], found[1]
-
-    def add(self, name: str, x: Array) -> None:
-        """To the gradient of a gate with one number per head."""
-        self.sums[name] = self.sums[name] + x if name in self.sums else x
-
-    def store(self, name: str, x: Array, piece: int) -> None:
-        """A gradient with one number per channel to device memory."""
-        dtype = self.results[name].dtype
-        tile = self.pages.tile(self.layout.spare, dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        tile[...] = x.astype(dtype)
-        sync()
-        place = (self.batch, self.tokens, self.head, pl.ds(piece * C, C))
-        plgpu.copy_smem_to_gmem(tile, self.results[name].at[place])
 
     # Steps.
 
@@ -245,7 +166,8 @@ class Gradients(Tokens):
         left = [n for n in ("log_decay", "e", "k") if n in made and n in self.pull_back.jaxprs]
         tiles = self.key_tiles_again(piece)
         for output in list(left):
-            for name, y in self.pull_back(output, self.valid(made[output]), tiles).items():
+            keep = self.real_channels(False, piece)
+            for name, y in self.pull_back(output, self.valid(made[output]), tiles, keep).items():
                 found[name] = found[name] + y if name in found else y
             left.remove(output)
             # As early as it can be: registers are what is scarce.
@@ -254,16 +176,21 @@ class Gradients(Tokens):
                 self.give(name, found.pop(name), piece)
         for name, x in found.items():
             self.give(name, x, piece)
+        self.give_zeros("key", {"q", *(n for o in made for n in self.rule.arguments[o])}, piece)
+
+    def give_zeros(self, axis: str, given: set[str], piece: Any) -> None:
+        """What the rule does not read has a gradient, too."""
+        for name in self.results:
+            if self.rule.axis.get(name) == axis and name not in given:
+                self.give(name, zeros((C, C)), piece)
 
     def give(self, name: str, x: Array, piece: Any) -> None:
         """A finished gradient."""
+        x = self.valid(x)
         if x.ndim == 1:
             self.add(name, x)
         else:
             self.store(name, x, piece)
-
-    def channel_decay(self, piece: Any, grads: list[Array], both: Array) -> list[Array]:
-        raise NotImplementedError("in channel_gradients.py")
 
     def key_tiles_again(self, piece: Any) -> dict[str, Array]:
         """What the rule's function gets."""
@@ -294,5 +221,8 @@ class Gradients(Tokens):
         names = list(self.layout.late)
         tiles = {n: self.landed(self.pages.tile(self.page("late", n, piece), self.inputs[n].dtype)) for n in names}
         d_z = self.valid(take(self.operand("values", "d_z", piece)))
-        for name, x in self.pull_back("z", d_z, tiles | self.gates("z")).items():
+        read = self.rule.arguments["z"]
+        keep = self.real_channels(True, piece)
+        for name, x in self.pull_back("z", d_z, tiles | self.gates("z"), keep).items() if read else ():
             self.give(name, x, piece)
+        self.give_zeros("value", set(read), piece)

@@ -12,7 +12,7 @@ from pallas_kernels import joins, states
 from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
 from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
-from pallas_kernels.rule import TiledRule
+from pallas_kernels.rule import TiledRule, apart, gates_apart
 from pallas_kernels.states import Scan
 from pallas_kernels.tiles import PROCESSORS
 
@@ -143,6 +143,7 @@ def forward(
     if state is None:
         raise ValueError("state: got None, want [B, HV, K, V] float32")
     check_arrays(axes, q, k, v, gates, state, valid, reset)
+    function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
     accurate = q.dtype == jnp.float32 if accurate is None else accurate
     options = {"masked": valid is not None, "segmented": reset is not None}
     reason = unsupported(function, axes, q, v, gates, accurate=accurate, **options)

@@ -10,7 +10,7 @@ from pallas_kernels import states
 from pallas_kernels.layout import Layout
 from pallas_kernels.linear import terms
 from pallas_kernels.problem import Problem
-from pallas_kernels.rule import TiledRule, Unsupported
+from pallas_kernels.rule import GATE, TiledRule, Unsupported
 from pallas_kernels.scores import LOG2_E, floor
 from pallas_kernels.tiles import C, Numbers
 
@@ -50,6 +50,7 @@ def make_problem(
         key_dim=_multiple(q.shape[3], C),
         value_dim=_multiple(v.shape[3], C),
         true_key_dim=q.shape[3],
+        true_value_dim=v.shape[3],
         scale=scale,
         numbers=Numbers(dtype, 2 if accurate else 1, interpret),
         dtype=jnp.dtype(q.dtype),
@@ -244,7 +245,7 @@ def unsupported(
     try:
         rule = tiled(function, axes, q, v)
     except Unsupported as error:
-        return f"the rule cannot run inside a kernel: {error}"
+        return f"the rule cannot run inside a kernel: {error}".replace(GATE, "")
     problem = make_problem(
         rule, q, v, scale=1.0, accurate=accurate, masked=masked, segmented=segmented, interpret=False
     )

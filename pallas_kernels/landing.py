@@ -156,12 +156,12 @@ class Landing:
             loaded()
             for name, x in made.items():
                 put(self.operand(name, slot, piece), x, self.numbers)
-        for pages in self.each if self.block.values else ():
+        for other, pages in enumerate(self.each if self.block.values else ()):
             tiles = {
                 n: tokens.landed(pages.tile(self.value_page(n, slot), self.arrays[n].dtype)) for n in self.block.values
             }
             name = self.block.values[0]
-            z = tiles[name] if self.how.reverse else tokens.output("z", tiles | tokens.gates("z"))
+            z = tiles[name] if self.how.reverse else tokens.output("z", tiles | tokens.gates("z"), self.tile + other)
             loaded()
             put(pages.operand(self.value_page(name, slot), self.numbers), z, self.numbers)
         sync()

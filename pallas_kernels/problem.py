@@ -18,7 +18,8 @@ class Problem:
     value_heads: int
     key_dim: int
     value_dim: int
-    true_key_dim: int  # without the channels added to make K a multiple of 64
+    true_key_dim: int  # without the channels added to make K and V multiples of 64
+    true_value_dim: int
     scale: float
     numbers: Numbers
     dtype: Any

@@ -1,7 +1,7 @@
 """The gradients of a rule's own function inside a kernel: `jax.vjp` of each output, evaluated on tiles as it is."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -43,13 +43,18 @@ class PullBack:
         check(closed.jaxpr, f"gradient of {output}", sums=True)
         return closed
 
-    def __call__(self, output: str, cotangent: Array, tiles: Mapping[str, Array]) -> dict[str, Array]:
-        """By name: [C, width] tiles, and vectors [C] for gates with one number per head, summed over these channels."""
+    def __call__(
+        self, output: str, cotangent: Array, tiles: Mapping[str, Array], keep: Array | None = None
+    ) -> dict[str, Array]:
+        """By name: [C, width] tiles, and vectors [C] for gates with one number per head, summed over these channels.
+
+        keep: a mask of the channels that count.
+        """
         closed = self.jaxprs[output]
-        made = evaluate(closed.jaxpr, closed.consts, [cotangent, *(tiles.get(n) for n in self.rule.names)])
+        made = evaluate(closed.jaxpr, closed.consts, [cotangent, *(tiles.get(n) for n in self.rule.names)], keep)
         return dict(zip(self.rule.arguments[output], made, strict=True))
 
 
-@cache
+@lru_cache(maxsize=64)
 def pull_back(rule: TiledRule) -> PullBack:
     return PullBack(rule)

@@ -11,7 +11,6 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.landing import slot_of
-from pallas_kernels.linear import coefficients
 from pallas_kernels.steps import Carry, Steps, scale
 from pallas_kernels.tiles import accumulate, products, put, sync, take, transposed
 from pallas_kernels.tokens import Tokens
@@ -78,7 +77,7 @@ class Reverse(Steps):
         of_q = scale(take(d_out), problem.scale * into)
         left = [("q", read)]
         if problem.erases:
-            of = coefficients(self.block.rule, tokens.gates("e"))
+            of = tokens.coefficients()
             if of.q is not None:
                 of_q -= scale(d_z, of.q * into)
             if of.k is not None:

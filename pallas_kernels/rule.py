@@ -6,10 +6,12 @@ a vector with one number per row; it is broadcast where an equation widens it.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.extend import core as jcore
 
@@ -62,6 +64,7 @@ LONGER: dict[str, Callable[[Array], Array]] = {
     "log": lambda x: _log(x, x - 1.0),
     "log1p": lambda x: _log(1.0 + x, x),
     "expm1": lambda x: _expm1(x),
+    "one_minus_square": lambda x: 1.0 - x * x,
 }
 """Operations made of those: a GPU's own logarithm and exponential are exact to 2^-22 of 1, which is nothing next to a
 logarithm of 1 + 1e-6."""
@@ -90,6 +93,24 @@ VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"))
 
 
+GATE = "gate:"
+"""Before the names of gates inside the kernels, where arrays go by name."""
+
+
+@lru_cache(maxsize=256)
+def apart(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """The same rule for gates whose names begin with `GATE`: none is taken for one of the kernels' own arrays."""
+
+    def renamed(q: Any, k: Any, v: Any, **gates: Any) -> Any:
+        return function(q, k, v, **{n: gates[GATE + n] for n in names})
+
+    return renamed
+
+
+def gates_apart(gates: Mapping[str, Any]) -> dict[str, Any]:
+    return {GATE + n: x for n, x in gates.items()}
+
+
 class Unsupported(Exception):
     """A rule that cannot run inside a kernel; the message says why."""
 
@@ -114,12 +135,21 @@ def _thin(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[1] == 1
 
 
+def _plain(const: Any) -> Any:
+    """A captured number; kernels can capture no arrays."""
+    if jnp.ndim(const) or isinstance(const, jax.core.Tracer):
+        raise Unsupported(f"its function captures an array of shape {jnp.shape(const)}: pass it as a gate")
+    return np.asarray(const)[()]
+
+
 def check(jaxpr: Any, name: str, sums: bool = False) -> None:
     """Refuses what cannot be evaluated on tiles. sums: over channels are allowed."""
     for equation in live(jaxpr)[0]:
         primitive = equation.primitive.name
         if primitive in CALLS:
             check(inner(equation).jaxpr, name, sums)
+            for const in inner(equation).consts:
+                _plain(const)
         elif primitive in VIEWS:
             (x,), (out,) = equation.invars, equation.outvars
             kept = x.aval.shape == () or (len(out.aval.shape) in (1, 2) and out.aval.shape[0] == x.aval.shape[0])
@@ -131,8 +161,9 @@ def check(jaxpr: Any, name: str, sums: bool = False) -> None:
             raise Unsupported(f"its {name} uses the operation {primitive!r}, which the kernels do not have")
 
 
-def evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+def evaluate(jaxpr: Any, consts: list[Any], args: list[Any], keep: Any = None) -> list[Any]:
+    """The outputs on tiles. keep: a mask of the channels that sums go over, all by default."""
+    values = dict(zip(jaxpr.constvars, map(_plain, consts), strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, jcore.Literal) else values.get(v)
@@ -142,11 +173,11 @@ def evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
         inputs = [(read(v), v.aval.shape) for v in equation.invars]
         if name in CALLS:
             called = inner(equation)
-            outs = evaluate(called.jaxpr, called.consts, [x for x, _ in inputs])
+            outs = evaluate(called.jaxpr, called.consts, [x for x, _ in inputs], keep)
         elif name in VIEWS:
             outs = [_view(*inputs[0], shape)]
         else:
-            outs = [apply(equation, inputs, shape)]
+            outs = [apply(equation, inputs, shape, keep)]
         values.update(zip(equation.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -159,11 +190,13 @@ def _view(x: Any, was: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     return x
 
 
-def apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...]) -> Any:
+def apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple[int, ...], keep: Any = None) -> Any:
     if equation.primitive.name == "reduce_sum":
         # Over the channels; a vector with one number per row is that sum already.
         ((x, _),) = inputs
-        return jnp.sum(x, axis=1) if jnp.ndim(x) == 2 else x
+        if jnp.ndim(x) != 2:
+            return x
+        return jnp.sum(x if keep is None else jnp.where(keep, x, 0.0), axis=1)
     wide = [rows(x, C) if _thin(was) and len(shape) == 2 and not _thin(shape) else x for x, was in inputs]
     name = equation.primitive.name
     if name == "add_any":
@@ -226,6 +259,8 @@ class TiledRule:
                 self.arguments[output] = []
                 continue
             jaxpr = closed.jaxpr
+            for const in closed.consts:
+                _plain(const)
             check(jaxpr, output)
             need = live(jaxpr)[1]
             self.jaxprs[output] = closed

@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.joins import PARTS
 from pallas_kernels.landing import Landing, slot_of
-from pallas_kernels.linear import coefficients
 from pallas_kernels.tiles import (
     TILE,
     C,
@@ -109,7 +108,7 @@ class Steps(Landing):
         into = tokens.vectors["into"] if problem.decay is not None else 1.0
         found = {}
         if problem.erases:
-            factors = coefficients(self.block.rule, tokens.gates("e"))._asdict()
+            factors = tokens.coefficients()._asdict()
             parts = [scale(read[n], factors[n] * into) for n in terms or ()]
             found["e"] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         if self.how.outputs:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.inputs import DTYPES, check_arrays, unsupported
+from pallas_kernels.rule import apart, gates_apart
 
 CAPABILITY = "9.0"
 """Compute capability of Hopper, whose matrix instructions and copy engine the kernels use."""
@@ -99,4 +100,6 @@ def _fits(
     batch, value_heads = q.shape[0], v.shape[2]
     if max(batch, value_heads) > GRID:
         return f"B = {batch} and HV = {value_heads}; a grid takes {GRID} sequences and heads"
-    return unsupported(function, named, q, v, dict(gates), accurate=accurate, masked=masked, segmented=segmented)
+    function, given = apart(function, tuple(named)), gates_apart(dict(gates))
+    options = {"accurate": accurate, "masked": masked, "segmented": segmented}
+    return unsupported(function, gates_apart(named), q, v, given, **options)

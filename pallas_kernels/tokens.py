@@ -9,9 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layout import head_gates
+from pallas_kernels.linear import Terms, coefficients
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.tiles import COL, ROW, TILE, C, iotas, rows, vector
+
+AGAIN = ("runs_again", "prefix_again")
+"""Vectors that are wanted along columns, too."""
 
 
 class Tokens:
@@ -32,10 +36,10 @@ class Tokens:
         self.vectors = {} if vectors is None else vectors
 
     def load(self, name: str) -> Array:
-        """A vector from device memory: along columns where its name ends in _again, otherwise along rows."""
+        """A vector from device memory: along columns if one of `AGAIN`, otherwise along rows."""
         ref = self.inputs[name]
         head = () if len(ref.shape) == 2 else (self.problem.shared_head(self.head, ref.shape[1]),)
-        return vector(ref.at[(self.batch, *head, self.tokens)], COL if name.endswith("_again") else ROW)
+        return vector(ref.at[(self.batch, *head, self.tokens)], COL if name in AGAIN else ROW)
 
     def fetch(self, name: str, tile: Any, piece: Any, barrier: Any) -> None:
         """Starts the copy of 64 channels of q, k, v or a gate."""
@@ -67,8 +71,19 @@ class Tokens:
         """One of the rule's outputs for 64 channels; zeros for tokens that are not valid and channels that are padding,
         of which a rule's function may have made anything."""
         made = plgpu.layout_cast(self.rule(output, tiles), TILE)
-        left = self.problem.true_key_dim - piece * C
-        padded = left < C if isinstance(piece, int) else self.problem.true_key_dim < self.problem.key_dim
-        if output != "z" and padded:
-            made = jnp.where(self.numbered()[1] < left, made, 0.0)
-        return self.valid(made)
+        keep = self.real_channels(output == "z", piece)
+        return self.valid(made if keep is None else jnp.where(keep, made, 0.0))
+
+    def real_channels(self, values: bool, piece: Any) -> Array | None:
+        """Which of 64 channels are not padding; None if none is."""
+        problem = self.problem
+        true, whole = (problem.true_value_dim, problem.value_dim) if values else (problem.true_key_dim, problem.key_dim)
+        left = true - piece * C
+        if (isinstance(piece, int) and left >= C) or true == whole:
+            return None
+        return self.numbered()[1] < left
+
+    def coefficients(self) -> Terms:
+        """What k and q are multiplied with in e, zeros for tokens that are not valid."""
+        made = coefficients(self.rule, self.gates("e"))
+        return Terms(*(None if x is None else self.valid(x) for x in made))

@@ -227,3 +227,14 @@ def test_eight_devices_exchange_no_logits(axis, tensor, cpu_devices, monkeypatch
     assert bool(shapes) == (tensor > 1)
     # A chunk's features are at most 10 x 16; its logits on a device 10 x 32 or more, the kernel 16 x 32.
     assert all(np.prod([int(n) for n in shape.split(",") if n]) <= 10 * 16 for shape in shapes)
+
+
+def test_narrow_targets_and_empty_batches():
+    """A target's type may be too narrow for the vocabulary's size."""
+    x, kernel = jnp.ones((1, 3, 2)), jnp.linspace(-1.0, 1.0, 600).reshape(2, 300)
+    counted = jnp.ones((1, 3), bool)
+    loss = lambda targets: jax.value_and_grad(summed_cross_entropy, (0, 1))(x, kernel, targets, counted)  # noqa: E731
+    want, got = (loss(jnp.asarray([[1, 2, 200]], dtype)) for dtype in (jnp.int32, jnp.uint8))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(ValueError, match="no axis of length 0"):
+        summed_cross_entropy(x[:0], kernel, jnp.zeros((0, 3), jnp.int32), counted[:0])

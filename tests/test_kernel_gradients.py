@@ -124,6 +124,55 @@ def test_every_rule_lowers(name):
     assert text.count("mosaic_gpu") >= 6
 
 
+@qd.rule(into=qd.per_head(), d_out=qd.per_value_channel(), log_decay=qd.per_head())
+def awkward(q, k, v, *, into, d_out, log_decay):
+    """Gates named as arrays inside the kernels are; functions without a value at 0, where padding is."""
+    return qd.Coefficients(
+        k, e=0.05 * k / into, z=d_out * v * jnp.log(into), log_decay=0.3 * jnp.log1p(-log_decay) - 0.4
+    )
+
+
+def test_names_and_padding_do_not_matter():
+    """65 tokens of 16 and 24 channels leave most of two tiles to padding."""
+    inputs = make_inputs("gated_delta_net", SMALL)
+    random = np.random.default_rng(0)
+    beta = inputs["gates"].pop("beta")
+    inputs["gates"] |= {"into": 0.5 + 0.5 * beta, "d_out": random.uniform(size=inputs["v"].shape)}
+    inputs["gates"]["log_decay"] = np.clip(inputs["gates"]["log_decay"], -0.4, 0)
+    inputs, cotangents = cast_inputs(inputs, F32), make_cotangents(SMALL)
+    given = jnp.asarray(cotangents[0], F32), jnp.asarray(cotangents[1], F32)
+
+    def run(implementation):
+        f = lambda x: call(awkward, x, jnp.asarray(ids), implementation=implementation)  # noqa: E731
+        out, pull_back = jax.vjp(f, inputs)
+        return out, pull_back(given)[0]
+
+    ids = np.ones(SMALL[:2], np.int32)
+    ids[:, 40:44] = 0
+    with by_kernels():
+        got = jax.jit(run, static_argnums=0)("mosaic")
+    want = jax.jit(run, static_argnums=0)("xla")
+    errors = jax.tree.map(relative_error, got, want)
+    assert max(jax.tree.leaves(errors)) <= KERNEL_GRADIENT, errors
+
+
+def test_arguments_are_checked():
+    x = cast_inputs(make_inputs("delta_net", SMALL), F32)
+    rule = qd.RULES["delta_net"]
+    run = partial(pallas_kernels.backward, rule.function, {"beta": "head"}, x["q"], x["k"], x["v"], x["gates"])
+    with pytest.raises(ValueError, match=r"d_out: got shape \(1, 64, 1, 24\)"):
+        run(x["initial_state"], None, None, x["v"][:, :-1], x["initial_state"], scale=1.0)
+    with pytest.raises(ValueError, match="d_end: got shape None"):
+        run(x["initial_state"], None, None, x["v"], None, scale=1.0)
+
+
+def test_captured_arrays_are_refused_and_numbers_are_not():
+    tau, array = jnp.float32(0.5), jnp.full((16,), 0.5)
+    assert TiledRule(lambda q, k, v: (k, None, tau * v, None), {}, 16, 24).absent == {"e", "log_decay"}
+    with pytest.raises(Unsupported, match="captures an array"):
+        TiledRule(lambda q, k, v: (k * jnp.broadcast_to(array, k.shape), None, v, None), {}, 16, 24)
+
+
 def test_what_does_not_fit_goes_through_xla():
     rule = qd.RULES["q_delta2"]
     q = jax.ShapeDtypeStruct((1, 64, 1, 256), BF16)

@@ -59,8 +59,12 @@ def summed_cross_entropy(
     for name, value, kind in (("targets", targets, "integer"), ("counted", counted, "bool")):
         if value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, kinds[kind]):
             raise ValueError(f"{name}: got {value.dtype} {value.shape}, want {kind} [B,T] = {x.shape[:2]}")
+    if 0 in (*x.shape, *kernel.shape):
+        raise ValueError(f"x, kernel: got shapes {x.shape} and {kernel.shape}, want no axis of length 0")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: got {chunk}, want at least 1 token")
+    # A narrow type could not count the vocabulary.
+    targets = targets.astype(jnp.int32)
     return _sum(x, kernel, targets, counted, axis, chunk or max(1, CHUNK_LOGITS // kernel.shape[1 - axis]))
 
 
