@@ -17,7 +17,7 @@ from pallas_kernels.layout import RESERVED
 from pallas_kernels.pages import PAGE
 from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
-from pallas_kernels.pull_back import PullBack
+from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import GATE, TiledRule, Unsupported, apart, gates_apart
 from pallas_kernels.states import Scan
 from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
@@ -52,7 +52,7 @@ def backward_unsupported(
         return reason
     rule = tiled(function, axes, q, v)
     try:
-        PullBack(rule)
+        pull_back(rule)
     except Unsupported as error:
         return f"the rule cannot run inside a kernel: {error}".replace(GATE, "")
     problem = _problem(rule, q, v, scale=1.0, interpret=False, **options)

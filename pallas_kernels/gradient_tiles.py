@@ -11,10 +11,7 @@ from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import (
-    C,
-    sync,
-)
+from pallas_kernels.tiles import C, sync
 from pallas_kernels.tokens import Tokens
 
 

@@ -22,9 +22,7 @@ from pallas_kernels.pages import Pages, Taken, memory, pages_of
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import OUTPUTS, TiledRule
 from pallas_kernels.scores import SCALE, selections
-from pallas_kernels.tiles import (
-    C,
-)
+from pallas_kernels.tiles import C
 
 
 class Layout:
@@ -38,7 +36,8 @@ class Layout:
             return taken.take(count * parts, even), parts
 
         self.values = {name: operands(problem.value_pieces) for name in ("d_out", "u", "d_z")}
-        taken.take(0, True)
+        # A float32 tile on its way out, or two parts of one in a product.
+        self.spare = taken.take(2, True)
         self.keys = {name: operands(problem.key_pieces) for name in ("q", "k", *(("e",) if problem.erases else ()))}
         self.gates: dict[str, tuple[int, int]] = {}
         if not keeps_keys(rule):
@@ -50,14 +49,12 @@ class Layout:
             self.gates[name] = (taken.take(size * problem.key_pieces, size > 1), size)
         self.state, self.after = operands(1)[0], operands(1)[0]
         self.d_p, self.d_l = operands(1)[0], operands(1)[0]
-        # A float32 tile on its way out, or two parts of one in a product.
-        self.spare = taken.take(2, True)
         if problem.decay == "key":
             self.logs, self.scaled = operands(1)[0], self.spare
             # dO and U have been used when the only tile of keys comes to its levels.
             alone = problem.key_pieces == 1
             self.level_p, self.level_l = (self.values[n][0] if alone else operands(1)[0] for n in ("d_out", "u"))
-        # v and its gates land where q, k, e and theirs were.
+        # v and its gates land where q, k, e and theirs were, and further on: all that is done with by then.
         late = Taken()
         self.late: dict[str, tuple[int, int]] = {}
         for name in ("v", *channel_gates(rule, "z")):

@@ -1,6 +1,7 @@
 """What the kernels need to know before they run: whether they can, sizes, and the arrays they read."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -222,7 +223,13 @@ def _head_log_decay(
 
 
 def tiled(function: Callable[..., Any], axes: Mapping[str, str], q: Any, v: Any) -> TiledRule:
-    return TiledRule(function, axes, q.shape[-1], v.shape[-1])
+    """The rule on tiles: one object for each rule and sizes, so that it is traced once, and its gradients are."""
+    return _tiled(function, tuple(axes.items()), q.shape[-1], v.shape[-1])
+
+
+@lru_cache(maxsize=64)
+def _tiled(function: Callable[..., Any], axes: tuple[tuple[str, str], ...], key_dim: int, value_dim: int) -> TiledRule:
+    return TiledRule(function, dict(axes), key_dim, value_dim)
 
 
 def unsupported(

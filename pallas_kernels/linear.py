@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core as jcore
 
-from pallas_kernels.rule import CALLS, VIEWS, TiledRule, apply, inner, live
+from pallas_kernels.rule import CALLS, VIEWS, TiledRule, apply, bound, inner, live
 from pallas_kernels.tiles import C
 
 
@@ -58,7 +58,7 @@ def _form(rule: TiledRule, vectors: Mapping[str, Array]) -> Terms:
 
 
 def _evaluate(jaxpr: Any, consts: list[Any], args: list[Any]) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    values = bound(jaxpr, consts, args)
 
     def read(v: Any) -> Any:
         x = v.val if isinstance(v, jcore.Literal) else values.get(v)

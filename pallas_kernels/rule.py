@@ -161,9 +161,17 @@ def check(jaxpr: Any, name: str, sums: bool = False) -> None:
             raise Unsupported(f"its {name} uses the operation {primitive!r}, which the kernels do not have")
 
 
+def bound(jaxpr: Any, consts: list[Any], args: list[Any]) -> dict[Any, Any]:
+    """The values of the variables before the first equation."""
+    return {
+        **dict(zip(jaxpr.constvars, map(_plain, consts), strict=True)),
+        **dict(zip(jaxpr.invars, args, strict=True)),
+    }
+
+
 def evaluate(jaxpr: Any, consts: list[Any], args: list[Any], keep: Any = None) -> list[Any]:
     """The outputs on tiles. keep: a mask of the channels that sums go over, all by default."""
-    values = dict(zip(jaxpr.constvars, map(_plain, consts), strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    values = bound(jaxpr, consts, args)
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, jcore.Literal) else values.get(v)

@@ -22,6 +22,9 @@ from tolerances import (
 
 import pallas_kernels
 import qdelta_jax as qd
+from pallas_kernels.gradients import Layout
+from pallas_kernels.inputs import make_problem
+from pallas_kernels.linear import coefficients, terms
 from pallas_kernels.pull_back import PullBack
 from pallas_kernels.rule import TiledRule, Unsupported
 from qdelta_jax.mosaic import kernel_settings
@@ -166,9 +169,25 @@ def test_arguments_are_checked():
         run(x["initial_state"], None, None, x["v"], None, scale=1.0)
 
 
+def test_tiles_on_their_way_out_lie_apart():
+    """Where values have many gates, or more channels than keys: they land where keys were, never where results lie."""
+    rule = TiledRule(lambda q, k, v, a, b: (k, None, a * b * v, None), {"a": "value", "b": "value"}, 64, 256)
+    shapes = jax.ShapeDtypeStruct((1, 64, 1, 64), BF16), jax.ShapeDtypeStruct((1, 64, 1, 256), BF16)
+    options = {"accurate": False, "masked": False, "segmented": False, "interpret": False}
+    problem = make_problem(rule, *shapes, scale=1.0, **options)
+    layout = Layout(problem, rule, dict.fromkeys(("q", "k", "v", "a", "b"), BF16))
+    late = {first + piece * step for first, step in layout.late.values() for piece in range(problem.value_pieces)}
+    assert len(late) == 12
+    assert not late & {layout.spare, layout.spare + 1}
+    assert not late & {layout.values["d_z"][0] + piece for piece in range(problem.value_pieces)}
+
+
 def test_captured_arrays_are_refused_and_numbers_are_not():
     tau, array = jnp.float32(0.5), jnp.full((16,), 0.5)
     assert TiledRule(lambda q, k, v: (k, None, tau * v, None), {}, 16, 24).absent == {"e", "log_decay"}
+    erasing = TiledRule(lambda q, k, v: (k, tau * k, v, None), {}, 16, 24)
+    assert terms(erasing) == ("k",)
+    assert float(coefficients(erasing, {}).k) == 0.5
     with pytest.raises(Unsupported, match="captures an array"):
         TiledRule(lambda q, k, v: (k * jnp.broadcast_to(array, k.shape), None, v, None), {}, 16, 24)
 
