@@ -12,7 +12,16 @@ from pallas_kernels import joins, states
 from pallas_kernels import layout as prepare_layout
 from pallas_kernels.forward import starts, stretches
 from pallas_kernels.gradients import Layout, gradients
-from pallas_kernels.inputs import check_arrays, landing_dtypes, make_inputs, make_problem, tiled, unsupported
+from pallas_kernels.inputs import (
+    check_arrays,
+    head_log_decay,
+    landing_dtypes,
+    make_inputs,
+    make_problem,
+    pad_tokens,
+    tiled,
+    unsupported,
+)
 from pallas_kernels.layout import RESERVED
 from pallas_kernels.pages import PAGE
 from pallas_kernels.prepare import prepare
@@ -120,26 +129,24 @@ def backward(
     d_end = d_end.astype(jnp.float32)
     function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
     rule = tiled(function, axes, q, v)
-    length = q.shape[1]
     problem = _problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
-    shapes = {"q": q, "k": k, "v": v, **gates}
-    behind = -length % 8
-    if behind:
-        pad = lambda x: jnp.pad(x, [(0, 0), (0, behind)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
-        q, k, v, d_out, gates = jax.tree.map(pad, (q, k, v, d_out, dict(gates)))
-        valid = pad(jnp.ones((q.shape[0], length), bool) if valid is None else valid)
-        reset = None if reset is None else pad(reset)
     tensors = {"q": q, "k": k, "v": v, **gates}
     landing = _landing(problem, rule, tensors)
-    tensors = {n: x.astype(landing[n]) for n, x in tensors.items()}
-    inputs = make_inputs(problem, rule, function, tensors, valid, reset)
+    inputs = make_inputs(problem, rule, function, {n: x.astype(landing[n]) for n, x in tensors.items()}, valid, reset)
     wide = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, problem.value_dim - x.shape[-1])])  # noqa: E731
     high = lambda x: jnp.pad(wide(x), ((0, 0), (0, 0), (0, problem.key_dim - x.shape[2]), (0, 0)))  # noqa: E731
-    d_out = wide(d_out.astype(jnp.float32 if problem.numbers.parts == 2 else jnp.bfloat16))
+    d_out = wide(pad_tokens(d_out.astype(jnp.float32 if problem.numbers.parts == 2 else jnp.bfloat16), problem))
     made, d_state = _run(problem, rule, inputs, high(state), d_out, high(d_end), interpret=interpret, **overrides)
+    found = _assemble(rule, tensors, made)
     if rule.decay_axis == "head":
-        made["log_decay in all"] = head_log_decay(problem, made, inputs["carry"])
-    return _assemble(problem, rule, function, axes, shapes, valid, made, d_state, length)
+        d_log_decay = _log_decay(problem, made, inputs["carry"])
+        heads = {n: tensors[n].astype(jnp.float32) for n in rule.arguments["log_decay"]}
+        through = jax.vjp(lambda x: head_log_decay(rule, function, x, valid, (problem.batch, q.shape[1])), heads)
+        d_log_decay = _sum_heads(jnp.swapaxes(d_log_decay, 1, 2)[:, : q.shape[1]], through[0].shape[2])
+        for name, x in through[1](d_log_decay)[0].items():
+            found[name] = (found[name].astype(jnp.float32) + x).astype(found[name].dtype)
+    grads = {n.removeprefix(GATE): found[n] for n in axes}
+    return Backward(found["q"], found["k"], found["v"], grads, d_state[:, :, : q.shape[-1], : v.shape[-1]])
 
 
 def _run(
@@ -187,7 +194,7 @@ def _run(
     return gradients(problem, rule, inputs, saved, interpret), back["end"]
 
 
-def head_log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) -> Array:
+def _log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) -> Array:
     """d log_decay [B, HV, T'] with a decay per head, from its parts: between tokens, to and from a chunk's ends."""
     shape = (problem.batch, problem.value_heads, problem.chunks, C)
     pairs, into, out_of = (made[n].reshape(shape) for n in ("pairs", "into", "out_of"))
@@ -198,59 +205,18 @@ def head_log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) ->
     return (pairs + from_here + before + whole[..., None]).reshape(*shape[:2], -1)
 
 
-def _assemble(
-    problem: Problem,
-    rule: TiledRule,
-    function: Callable[..., Any],
-    axes: Mapping[str, str],
-    shapes: Mapping[str, Array],
-    valid: Array | None,
-    made: Mapping[str, Array],
-    d_state: Array,
-    length: int,
-) -> Backward:
-    """Channels and tokens that were added are cut, and heads that share are summed."""
+def _assemble(rule: TiledRule, tensors: Mapping[str, Array], made: Mapping[str, Array]) -> dict[str, Array]:
+    """By name, each like its tensor: channels and tokens that were added are cut, and heads that share are summed."""
     found: dict[str, Array] = {}
-    for name, like in shapes.items():
+    for name, like in tensors.items():
         if name not in made:
             found[name] = jnp.zeros(like.shape, like.dtype)
             continue
         x = jnp.swapaxes(made[name], 1, 2) if rule.axis[name] == "head" else made[name][..., : like.shape[-1]]
-        x = x[:, :length]
-        heads = like.shape[2]
-        x = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1, *x.shape[3:]).sum(axis=3)
-        found[name] = x.astype(like.dtype)
-    if rule.decay_axis == "head":
-        d_log_decay = jnp.swapaxes(made["log_decay in all"], 1, 2)[:, :length]
-        for name, x in _head_gates(rule, function, shapes, d_log_decay, valid, length).items():
-            found[name] = (found[name].astype(jnp.float32) + x).astype(found[name].dtype)
-    key_dim, value_dim = shapes["q"].shape[-1], shapes["v"].shape[-1]
-    grads = {n.removeprefix(GATE): found[n] for n in axes}
-    return Backward(found["q"], found["k"], found["v"], grads, d_state[:, :, :key_dim, :value_dim])
+        found[name] = _sum_heads(x[:, : like.shape[1]], like.shape[2]).astype(like.dtype)
+    return found
 
 
-def _head_gates(
-    rule: TiledRule,
-    function: Callable[..., Any],
-    shapes: Mapping[str, Array],
-    d_log_decay: Array,
-    valid: Array | None,
-    length: int,
-) -> dict[str, Array]:
-    """Gradients of the gates that make up a log_decay with one number per head."""
-    names = rule.arguments["log_decay"]
-    heads = d_log_decay.shape[2]
-
-    def log_decay(given: dict[str, Array]) -> Array:
-        zero = jnp.zeros((*d_log_decay.shape, 1), jnp.float32)
-        wide = {n: jnp.repeat(x, heads // x.shape[2], axis=2)[..., None] for n, x in given.items()}
-        all_of = {n: wide.get(n, zero) for n in rule.names}
-        return tuple(function(all_of.pop("q"), all_of.pop("k"), all_of.pop("v"), **all_of))[3][..., 0]
-
-    given = {n: shapes[n].astype(jnp.float32) for n in names}
-    if valid is not None:
-        keep = valid[:, :length, None]
-        given = {n: jnp.where(keep, x, 0) for n, x in given.items()}
-        d_log_decay = jnp.where(keep, d_log_decay, 0)
-    (made,) = jax.vjp(log_decay, given)[1](d_log_decay)
-    return made if valid is None else {n: jnp.where(keep, x, 0) for n, x in made.items()}
+def _sum_heads(x: Array, heads: int) -> Array:
+    """[B, T, HV, ..] -> [B, T, heads, ..], in float32."""
+    return x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1, *x.shape[3:]).sum(axis=3)

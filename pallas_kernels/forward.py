@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -150,15 +149,7 @@ def forward(
     if reason is not None:
         raise NotImplementedError(reason)
     rule = tiled(function, axes, q, v)
-    length = q.shape[1]
     problem = make_problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
-    behind = -q.shape[1] % 8
-    if behind:
-        # The copy engine wants whole rows of its tiles.
-        pad = lambda x: jnp.pad(x, [(0, 0), (0, behind)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
-        q, k, v, gates = jax.tree.map(pad, (q, k, v, dict(gates)))
-        valid = pad(jnp.ones((q.shape[0], length), bool) if valid is None else valid)
-        reset = None if reset is None else pad(reset)
     tensors = {"q": q, "k": k, "v": v, **gates}
     landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()})
     tensors = {n: x.astype(landing[n]) for n, x in tensors.items()}
@@ -169,6 +160,6 @@ def forward(
     )
     made = run(problem, rule, inputs, padded, save_states=save_states, interpret=interpret, **overrides)
     key_dim, value_dim = q.shape[-1], v.shape[-1]
-    out = made["out"][:, :length, :, :value_dim]
+    out = made["out"][:, : q.shape[1], :, :value_dim]
     saved = made["states"][..., :key_dim, :value_dim] if save_states else None
     return Forward(out, made["end"][..., :key_dim, :value_dim], saved)

@@ -77,7 +77,7 @@ def gradients(
     inputs: as `prepare` takes them. saved: d_out [B, T, HV, V]; u, d_z [parts, B, HV, T', V]; states, d_states
         [parts, chunks, B, HV, K, V].
     Returns besides, with a decay per head: pairs, into, out_of [B, HV, T'] and carry [B, HV, chunks, K], the gradients
-        of log_decay by what it stands between (`head_log_decay`).
+        of log_decay by what it stands between (`backward._log_decay`).
     """
     numbers = problem.numbers
     layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()})

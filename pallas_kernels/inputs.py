@@ -180,7 +180,15 @@ def make_inputs(
     valid: Array | None,
     reset: Array | None,
 ) -> dict[str, Array]:
-    """The arrays that the kernels read, by name (see `prepare`)."""
+    """The arrays that the kernels read, by name (see `prepare`).
+
+    tensors: in the types of `landing_dtypes`, with the sequence's own length: the copy engine wants whole rows of its
+        tiles, 8 tokens, and what is added is not valid.
+    """
+    if valid is None and problem.masked:
+        valid = jnp.ones(tensors["q"].shape[:2], bool)
+    tensors = {n: pad_tokens(x, problem) for n, x in tensors.items()}
+    valid, reset = (None if x is None else pad_tokens(x, problem) for x in (valid, reset))
     tokens = problem.chunks * C
     width = {"key": problem.key_dim, "value": problem.value_dim}
     used = {n for arguments in rule.arguments.values() for n in arguments} | {"q", "k", "v"}
@@ -199,22 +207,31 @@ def make_inputs(
     if problem.decay == "key" and problem.segmented:
         inputs |= {n: masks[n] for n in ("into", "out_of", "through")}
     if head_decay:
-        log_decay = _head_log_decay(problem, rule, function, heads, valid)
+        log_decay = head_log_decay(rule, function, heads, valid, (problem.batch, problem.length))
         inputs |= _head_decay(problem, _per_token(log_decay, tokens), masks)
     return inputs
 
 
-def _head_log_decay(
-    problem: Problem, rule: TiledRule, function: Callable[..., Any], heads: Mapping[str, Array], valid: Array | None
+def pad_tokens(x: Array, problem: Problem) -> Array:
+    """[B, T, ..] with zeros (False) up to the length that the kernels see."""
+    return jnp.pad(x, [(0, 0), (0, problem.length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def head_log_decay(
+    rule: TiledRule,
+    function: Callable[..., Any],
+    heads: Mapping[str, Array],
+    valid: Array | None,
+    shape: tuple[int, int],
 ) -> Array:
-    """log_decay [B, T, heads] float32 of the rule; 0 where a token is not valid."""
+    """log_decay [B, T, heads] float32 of the rule; 0 where a token is not valid. shape: B and T."""
     names = rule.arguments["log_decay"]
     if rule.decay_axis is None:
-        return jnp.zeros((problem.batch, problem.length, 1), jnp.float32)
+        return jnp.zeros((*shape, 1), jnp.float32)
     most = max([heads[n].shape[2] for n in names], default=1)
     given = {}
     for name in rule.names:
-        x = heads[name] if name in names else jnp.zeros((problem.batch, problem.length, most), jnp.float32)
+        x = heads[name] if name in names else jnp.zeros((*shape, most), jnp.float32)
         if valid is not None:
             x = jnp.where(valid[..., None], x, 0)
         given[name] = jnp.repeat(x, most // x.shape[2], axis=2)[..., None]
