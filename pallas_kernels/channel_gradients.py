@@ -11,8 +11,6 @@ from pallas_kernels.scores import DIAGONAL, SCALE, exponents, levels, log_number
 from pallas_kernels.tiles import (
     TILE,
     C,
-    Numbers,
-    product,
     products,
     put,
     rows,
@@ -29,7 +27,7 @@ class ChannelGradients(Gradients):
         """Gradients of k, log_decay, q, and of e where something is erased."""
         numbers = self.numbers
         logs = self.pages.operand(self.layout.logs, log_numbers(numbers))
-        store_log_decay(self.output("log_decay", self.key_tiles_again(piece), piece), logs, numbers)
+        store_log_decay(self.output("log_decay", self.key_tiles(piece), piece), logs, numbers)
         sync()
         sums = self.ends(piece, grads, both, logs)
         steps = levels(numbers.parts)
@@ -67,11 +65,7 @@ class ChannelGradients(Gradients):
         d_k = grads[1] * factor(self.matrix("select", count - 1), "out_of")
         d_decay = d_decay + self.spread(count - 1, take(self.operand("keys", "k", piece)) * d_k)
         # The sum over values of S D, in every row.
-        self.put_wide(both)
-        one = Numbers(jnp.bfloat16, 1, numbers.interpret)
-        wide = self.pages.operand(self.layout.spare, Numbers(jnp.bfloat16, 2))
-        every = plgpu.layout_cast(jnp.full((C, C), 1.0, jnp.bfloat16), TILE)
-        total = product(one, *(((every,), (part.T,)) for part in wide))
+        total = self.times(plgpu.layout_cast(jnp.full((C, C), 1.0, jnp.bfloat16), TILE), both, transpose=True)
         whole = factor(plgpu.layout_cast(jnp.full((C, C), 1.0 / SCALE, jnp.float16), TILE))
         if problem.segmented:
             whole = whole * self.inputs["through"][self.batch, self.index]
@@ -80,22 +74,9 @@ class ChannelGradients(Gradients):
     def matrix(self, name: str, index: Any) -> Array:
         return plgpu.load(self.inputs[name].at[index], layout=TILE, optimized=False)
 
-    def put_wide(self, x: Array) -> None:
-        """A float32 tile as two parts, for a product."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
-        put(self.pages.operand(self.layout.spare, wide), x, wide)
-        sync()
-
     def spread(self, index: Any, x: Array) -> Array:
         """From the gradient of sums of log_decay to that of log_decay."""
-        self.put_wide(x)
-        wide = self.pages.operand(self.layout.spare, Numbers(jnp.bfloat16, 2))
-        matrix = self.matrix("spread", index)
-        one = Numbers(jnp.bfloat16, 1, self.numbers.interpret)
-        made = product(one, *(((matrix,), (part,)) for part in wide))
-        sync()
-        return made
+        return self.times(self.matrix("spread", index), x)
 
     def pairs(
         self,

@@ -24,7 +24,6 @@ from pallas_kernels.tiles import (
     TILE,
     C,
     Numbers,
-    cols,
     iotas,
     products,
     put,
@@ -168,9 +167,7 @@ class Chunk(Tokens):
         sums = [[(x[which], transposed(x[1])) for x in pieces] for which in left]
         made = products(self.numbers, *sums)
         if self.problem.decay is not None:
-            r, c = self.numbered()
-            exponent = rows(self.vectors["prefix"], C) - cols(self.vectors["prefix_again"], C)
-            decay = jnp.exp2(jnp.where(r >= c, exponent, -jnp.inf))
+            decay = self.decay_between()
             made = [decay * x for x in made]
         return self.scores(made)
 
@@ -247,14 +244,6 @@ class Chunk(Tokens):
         self.scale_operands(piece, into, out_of)
         total = jnp.sum(jnp.where(self.numbered()[1] == 0, total, 0.0), axis=1)
         gamma[...] = total * self.inputs["through"][self.batch, self.index] if self.problem.segmented else total
-
-    def inside(self, x: Array, diagonal: bool) -> Array:
-        """Keeps the pairs with j <= i (or j < i) of one segment."""
-        r, c = self.numbered()
-        mask = r >= c if diagonal else r > c
-        if self.problem.segmented:
-            mask &= rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C)
-        return jnp.where(mask, x.astype(jnp.float32), 0.0)
 
     def store_scores(self, scores: Array) -> None:
         put(self.operand(self.layout.p), self.inside(scores, True) * self.problem.scale, self.numbers)

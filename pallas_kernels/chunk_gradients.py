@@ -12,10 +12,7 @@ from pallas_kernels.gradient_tiles import GradientTiles
 from pallas_kernels.layout import channel_gates
 from pallas_kernels.tiles import (
     C,
-    Numbers,
     accumulate,
-    cols,
-    product,
     products,
     put,
     rows,
@@ -37,7 +34,7 @@ class Gradients(GradientTiles):
         for piece in range(self.problem.key_pieces):
             self.keys(piece)
         for piece in range(self.problem.value_pieces):
-            x = self.landed(self.pages.tile(self.page("values", "d_out", piece), self.inputs["d_out"].dtype))
+            x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
             sync()
             put(self.operand("values", "d_out", piece), x, self.numbers)
         sync()
@@ -63,29 +60,27 @@ class Gradients(GradientTiles):
 
     def keys(self, piece: int) -> None:
         """q, k and e as operands."""
-        tiles = self.key_tiles(piece)
+        landed = {n: self.landed(self.landing_tile(self.places, n, piece)) for n in ("q", "k")}
         outputs = ("k", "e") if self.problem.erases else ("k",)
+        tiles = landed | self.key_gates(piece)
         made = {"q": tiles["q"]} | {o: self.output(o, tiles, piece) for o in outputs}
         # k as it came is needed again where the rule makes another of it: that has a place of its own.
         sync()
         for name, x in made.items():
             put(self.operand("keys", name, piece), x, self.numbers)
 
-    def key_tiles(self, piece: int) -> dict[str, Array]:
-        names = ["q", "k", *channel_gates(self.rule, "k", "e", "log_decay")]
-        places = {n: self.places[n] for n in names}
-        tiles = {
-            n: self.landed(self.pages.tile(first + piece * step, self.inputs[n].dtype))
-            for n, (first, step) in places.items()
-        }
-        return tiles | self.gates("k", "e", *(("log_decay",) if self.problem.decay == "key" else ()))
+    def key_gates(self, piece: Any) -> dict[str, Array]:
+        """The gates of k, e and log_decay."""
+        outputs = ("k", "e", *(("log_decay",) if self.problem.decay == "key" else ()))
+        names = channel_gates(self.rule, "k", "e", "log_decay")
+        return {n: self.landed(self.landing_tile(self.places, n, piece)) for n in names} | self.gates(*outputs)
 
-    def inside(self, x: Array, diagonal: bool) -> Array:
-        r, c = self.numbered()
-        mask = r >= c if diagonal else r > c
-        if self.problem.segmented:
-            mask &= rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C)
-        return jnp.where(mask, x, 0.0)
+    def key_tiles(self, piece: Any) -> dict[str, Array]:
+        """What the rule's function gets, once q and k are operands."""
+        q, k = (take(self.operand("keys", n, piece)) for n in ("q", "k"))
+        if "k" in self.layout.gates:
+            k = self.landed(self.landing_tile(self.places, "k", piece))
+        return {"q": q, "k": k, **self.key_gates(piece)}
 
     def scores(self) -> None:
         """dP (with the scale of the output) and dL as operands; with a decay per head with the decay, too."""
@@ -109,9 +104,7 @@ class Gradients(GradientTiles):
 
     def through_decay(self, grads: list[Array]) -> list[Array]:
         """The gradient of log_decay between the tokens of the chunk; returns the others times the decay."""
-        r, c = self.numbered()
-        exponent = rows(self.vectors["prefix"], C) - cols(self.vectors["prefix_again"], C)
-        decay = jnp.exp2(jnp.where(r >= c, exponent, -jnp.inf))
+        decay = self.decay_between()
         grads = [decay * x for x in grads]
         pieces = range(self.problem.key_pieces)
         names = ("q", "e")[: len(grads)]
@@ -123,16 +116,10 @@ class Gradients(GradientTiles):
         for x, y in zip(grads[1:], found[1:], strict=True):
             between = between + x * y
         # g_t = sum over i >= t > j: nothing is subtracted.
-        wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
-        memory = self.pages.operand(self.layout.spare, wide)
-        put(memory, between, wide)
-        sync()
-        ones = jnp.where(c >= r, 1.0, 0.0).astype(jnp.bfloat16)
-        one = Numbers(jnp.bfloat16, 1, self.numbers.interpret)
-        crossing = product(one, *(((ones,), (part,)) for part in memory))
+        r, c = self.numbered()
+        crossing = self.times(jnp.where(c >= r, 1.0, 0.0).astype(jnp.bfloat16), between)
         sums = jnp.sum(jnp.where(c < r, crossing, 0.0), axis=1)
         self.results["pairs"].at[self.batch, self.head, self.tokens][...] = sums
-        sync()
         return grads
 
     def boundary(self, piece: Any) -> tuple[list[Array], Array]:
@@ -164,7 +151,7 @@ class Gradients(GradientTiles):
         made = {"log_decay": d_decay} if self.problem.decay == "key" else {}
         made |= dict(zip(("k", "e"), (d_k, *d_e), strict=False))
         left = [n for n in ("log_decay", "e", "k") if n in made and n in self.pull_back.jaxprs]
-        tiles = self.key_tiles_again(piece)
+        tiles = self.key_tiles(piece)
         for output in list(left):
             keep = self.real_channels(False, piece)
             for name, y in self.pull_back(output, self.valid(made[output]), tiles, keep).items():
@@ -192,14 +179,6 @@ class Gradients(GradientTiles):
         else:
             self.store(name, x, piece)
 
-    def key_tiles_again(self, piece: Any) -> dict[str, Array]:
-        """What the rule's function gets."""
-        names = channel_gates(self.rule, "k", "e", "log_decay") + (["k"] if "k" in self.layout.gates else [])
-        tiles = {n: self.landed(self.pages.tile(self.page("gates", n, piece), self.inputs[n].dtype)) for n in names}
-        gates = self.gates("k", "e", *(("log_decay",) if self.problem.decay == "key" else ()))
-        q, k = (take(self.operand("keys", n, piece)) for n in ("q", "k"))
-        return {"q": q, "k": k, **tiles, **gates}
-
     def head_decay(self, piece: Any, grads: list[Array], both: Array) -> list[Array]:
         """Gradients of k, q, and of e where something is erased."""
         problem = self.problem
@@ -219,7 +198,7 @@ class Gradients(GradientTiles):
 
     def value_piece(self, piece: int) -> None:
         names = list(self.layout.late)
-        tiles = {n: self.landed(self.pages.tile(self.page("late", n, piece), self.inputs[n].dtype)) for n in names}
+        tiles = {n: self.landed(self.landing_tile(self.layout.late, n, piece)) for n in names}
         d_z = self.valid(take(self.operand("values", "d_z", piece)))
         read = self.rule.arguments["z"]
         keep = self.real_channels(True, piece)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,7 +12,7 @@ from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import C, sync
+from pallas_kernels.tiles import C, Numbers, product, put, sync, transposed
 from pallas_kernels.tokens import Tokens
 
 
@@ -47,14 +48,29 @@ class GradientTiles(Tokens):
     def operand(self, kind: str, name: str, piece: Any = 0) -> Any:
         return self.pages.operand(self.page(kind, name, piece), self.numbers)
 
+    def landing_tile(self, places: Mapping[str, tuple[int, int]], name: str, piece: Any) -> Any:
+        first, step = places[name]
+        return self.pages.tile(first + piece * step, self.inputs[name].dtype)
+
+    def times(self, matrix: Array, x: Array, *, transpose: bool = False) -> Array:
+        """matrix x (or x^T) of a bfloat16 tile and a float32 one, which is stored in two parts."""
+        wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
+        memory = self.pages.operand(self.layout.spare, wide)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a result on its way out
+        put(memory, x, wide)
+        sync()
+        one = Numbers(jnp.bfloat16, 1, self.numbers.interpret)
+        made = product(one, *(((matrix,), (part,)) for part in (transposed(memory) if transpose else memory)))
+        sync()
+        return made
+
     def fetch_all(self) -> None:
         problem = self.problem
-        for name, (first, step) in self.places.items():
+        for name in self.places:
             for piece in range(problem.key_pieces):
-                self.fetch(name, self.pages.tile(first + piece * step, self.inputs[name].dtype), piece, self.landing)
+                self.fetch(name, self.landing_tile(self.places, name, piece), piece, self.landing)
         for piece in range(problem.value_pieces):
-            tile = self.pages.tile(self.page("values", "d_out", piece), self.inputs["d_out"].dtype)
-            self.fetch("d_out", tile, piece, self.landing)
+            self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, self.landing)
             for name in ("u", "d_z"):
                 for part, ref in enumerate(self.operand("values", name, piece)):
                     place = (part, self.batch, self.head, self.tokens, pl.ds(piece * C, C))
@@ -63,9 +79,9 @@ class GradientTiles(Tokens):
     def fetch_late(self) -> None:
         """v and its gates."""
         sync()
-        for name, (first, step) in self.layout.late.items():
+        for name in self.layout.late:
             for piece in range(self.problem.value_pieces):
-                self.fetch(name, self.pages.tile(first + piece * step, self.inputs[name].dtype), piece, self.late)
+                self.fetch(name, self.landing_tile(self.layout.late, name, piece), piece, self.late)
         plgpu.barrier_wait(self.late)
 
     def fetch_states(self, key: Any, value: Any) -> tuple[Any, Any]:

@@ -12,13 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import (
-    ROW,
-    C,
-    put,
-    sync,
-    vector,
-)
+from pallas_kernels.tiles import ROW, C, put, sync, vector
 from pallas_kernels.tokens import Tokens
 
 
@@ -34,7 +28,6 @@ class Block(NamedTuple):
     values: list[str]
     landing: list[str]
     vectors: list[str]
-    dtypes: list[Any]
 
     def lands(self, name: str) -> bool:
         """Whether a shared tile comes as the caller gave it, not from `prepare`."""

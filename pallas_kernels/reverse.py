@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.landing import slot_of
-from pallas_kernels.steps import Carry, Steps, scale
+from pallas_kernels.steps import Carry, Steps, decayed, scale
 from pallas_kernels.tiles import accumulate, products, put, sync, take, transposed
 from pallas_kernels.tokens import Tokens
 
@@ -25,8 +25,8 @@ class Reverse(Steps):
         ahead = self.vectors(self.block.vectors, self.index(number + 1)), self.decays(self.index(number + 1))
         if self.how.outputs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's D and dZ
-        for piece, x in enumerate(after):
-            put(self.own(self.layout.state + piece * self.numbers.parts), x, self.numbers)
+        for x, to in zip(after, self.states, strict=True):
+            put(to, x, self.numbers)
         sync()
         if self.how.outputs:
             self.keep_states("d_states", index)
@@ -42,15 +42,14 @@ class Reverse(Steps):
         sums = []
         for piece, y in enumerate(after):
             terms = [(transposed(self.operand(name, slot, piece)), operand) for name, operand in left]
-            sums.append((terms, scale(y, kept[piece % len(kept)]) if kept else y))
+            sums.append((terms, decayed(y, kept, piece)))
         made = accumulate(self.numbers, sums)
         self.done(number)
         return tuple(made), *ahead
 
     def _values(self, slot: Any, tokens: Tokens, d_out: Any, x: Any) -> Array:
         """dZ."""
-        states = [self.own(self.layout.state + piece * self.numbers.parts) for piece in self.pieces]
-        write = [(self.operand("k", slot, piece), states[piece]) for piece in self.pieces]
+        write = [(self.operand("k", slot, piece), state) for piece, state in enumerate(self.states)]
         inner = [(transposed(self.operand("p", slot)), d_out)]
         if self.problem.direct and self.problem.decay is not None:
             of_write, of_out = products(self.numbers, write, inner)

@@ -188,7 +188,7 @@ def scan(
     landed = [given[n].dtype for n in (*tiles, *values)]
     dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landed, *parts)))
     per_stretch = how.chunks(problem)
-    block = Block(problem, rule, layout, how, tiles, values, landing, vectors, dtypes)
+    block = Block(problem, rule, layout, how, tiles, values, landing, vectors)
 
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))

@@ -56,8 +56,8 @@ class Steps(Landing):
         ahead = self.vectors(self.block.vectors, self.index(number + 1)), self.decays(self.index(number + 1))
         if self.how.keep:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's state and U
-        for piece, x in enumerate(state):
-            put(self.own(self.layout.state + piece * self.numbers.parts), x, self.numbers)
+        for piece, (x, to) in enumerate(zip(state, self.states, strict=True)):
+            put(to, x, self.numbers)
             if self.how.save_states:
                 place = (index, self.batch, self.head, pl.ds(piece * C, C), pl.ds(self.column, C))
                 self.results["states"].at[place][...] = x
@@ -72,7 +72,7 @@ class Steps(Landing):
             sums.append(([(self.operand("p", slot), u)], of["out"]))
         for piece, x in enumerate(state):
             key = transposed(self.operand("k", slot, piece))
-            sums.append(([(key, t)], scale(x, kept[piece % len(kept)]) if kept else x))
+            sums.append(([(key, t)], decayed(x, kept, piece)))
         if self.how.keep:
             self.keep_values("kept_u", u, index)
         made = accumulate(self.numbers, sums)
@@ -83,10 +83,15 @@ class Steps(Landing):
         self.done(number)
         return tuple(made), *ahead
 
+    @property
+    def states(self) -> list[Any]:
+        """The state as operands."""
+        return [self.own(self.layout.state + piece * self.numbers.parts) for piece in self.pieces]
+
     def keep_states(self, name: str, index: Any) -> None:
         """The state as it was stored for the products to device memory."""
-        for piece in self.pieces:
-            for part, ref in enumerate(self.own(self.layout.state + piece * self.numbers.parts)):
+        for piece, x in enumerate(self.states):
+            for part, ref in enumerate(x):
                 place = (part, index, self.batch, self.head, pl.ds(piece * C, C), pl.ds(self.column, C))
                 plgpu.copy_smem_to_gmem(ref, self.results[name].at[place])
 
@@ -98,10 +103,9 @@ class Steps(Landing):
     def _reads(self, slot: Any, tokens: Tokens) -> dict[str, Array]:
         """What the state holds for the tokens: "e", what is erased, and "out", their output without this chunk's."""
         problem, direct = self.problem, self.problem.direct
-        states = [self.own(self.layout.state + piece * self.numbers.parts) for piece in self.pieces]
         terms = (problem.terms if direct else ("y",)) if problem.erases else ()
         names = list(dict.fromkeys((*(terms or ()), *(("q",) if self.how.outputs else ()))))
-        sums = [[(self.operand(n, slot, piece), states[piece]) for piece in self.pieces] for n in names]
+        sums = [[(self.operand(n, slot, piece), x) for piece, x in enumerate(self.states)] for n in names]
         read = dict(zip(names, products(self.numbers, *sums), strict=True)) if names else {}
         if not direct:
             return {new: read[old] for new, old in (("e", "y"), ("out", "q")) if old in read}
@@ -178,6 +182,11 @@ class Steps(Landing):
                 self.results["end"].at[(self.batch, self.head, *within)][...] = x
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def decayed(x: Array, kept: list[Any], piece: int) -> Array:
+    """The state across a chunk; kept: from `Landing.decays`."""
+    return scale(x, kept[piece % len(kept)]) if kept else x
 
 
 def scale(x: Array, factor: Any) -> Array:

@@ -12,7 +12,7 @@ from pallas_kernels.layout import head_gates
 from pallas_kernels.linear import Terms, coefficients
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import COL, ROW, TILE, C, iotas, rows, vector
+from pallas_kernels.tiles import COL, ROW, TILE, C, cols, iotas, rows, vector
 
 AGAIN = ("runs_again", "prefix_again")
 """Vectors that are wanted along columns, too."""
@@ -82,6 +82,20 @@ class Tokens:
         if (isinstance(piece, int) and left >= C) or true == whole:
             return None
         return self.numbered()[1] < left
+
+    def inside(self, x: Array, diagonal: bool) -> Array:
+        """Keeps the pairs with j <= i (or j < i) of one segment."""
+        r, c = self.numbered()
+        mask = r >= c if diagonal else r > c
+        if self.problem.segmented:
+            mask &= rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C)
+        return jnp.where(mask, x.astype(jnp.float32), 0.0)
+
+    def decay_between(self) -> Array:
+        """With a decay per head, from token j to token i; 0 where j > i."""
+        r, c = self.numbered()
+        exponent = rows(self.vectors["prefix"], C) - cols(self.vectors["prefix_again"], C)
+        return jnp.exp2(jnp.where(r >= c, exponent, -jnp.inf))
 
     def coefficients(self) -> Terms:
         """What k and q are multiplied with in e, zeros for tokens that are not valid."""
