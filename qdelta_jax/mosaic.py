@@ -128,54 +128,67 @@ def _gate_dtype(gate: Any) -> Any:
     return gate.dtype if gate.dtype in pallas_kernels.DTYPES else jnp.dtype(jnp.float32)
 
 
-def _into_batch(size: int) -> Callable[[Array, bool], Array]:
-    """A mapped axis as a part of the batch."""
+def _call(kernels: Callable[..., Any], rule: Rule, options: KernelOptions, *arguments: Any, **more: Any) -> Any:
+    """`pallas_kernels.forward` or `backward` of (q, k, v, gates, state, ..)."""
+    q, k, v, gates, *others = arguments
+    # The kernels count in 32 bits, whatever jax_enable_x64 says outside.
+    with jax.enable_x64(False):
+        return kernels(
+            rule.function,
+            _axes(rule, gates),
+            q,
+            k,
+            v,
+            {name: x.astype(_gate_dtype(x)) for name, x in gates.items()},
+            *others,
+            scale=options.chunks.scale,
+            accurate=options.accurate,
+            interpret=options.interpret,
+            **more,
+            **options.overrides,
+        )
 
-    def fold(x: Array, is_mapped: bool) -> Array:
-        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-        return x.reshape(size * x.shape[1], *x.shape[2:])
 
-    return fold
+def _batched(function: Callable[..., Any], unfold: Callable[[int, Any], Any]) -> Callable[..., Any]:
+    """The function under `vmap`, with a mapped axis as a part of the batch. unfold: (its size, results) -> results with
+    that axis first."""
+    run = custom_vmap(lambda *arguments: without_axes(function, *arguments))
+
+    @run.def_vmap
+    def fold(size, mapped, *arguments):
+        def into_batch(x: Array, is_mapped: bool) -> Array:
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        made = unfold(size, run(*jax.tree.map(into_batch, arguments, tuple(mapped))))
+        return made, jax.tree.map(lambda _: True, made)
+
+    return run
+
+
+def _split_batch(size: int, made: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
 
 
 def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[..., tuple[Array, Array, Array | None]]:
     """(q, k, v, gates, state, valid, reset) -> out, the final state and the states before each chunk of 64 tokens."""
 
-    def forward(q, k, v, gates, state, valid, reset):
-        if q.shape[0] > pallas_kernels.GRID:
+    def forward(*arguments: Any) -> tuple[Array, Array, Array | None]:
+        sequences = arguments[0].shape[0]
+        if sequences > pallas_kernels.GRID:
             raise NotImplementedError(
-                f"vmap of implementation='mosaic' makes a batch of {q.shape[0]} sequences, and a grid takes "
+                f"vmap of implementation='mosaic' makes a batch of {sequences} sequences, and a grid takes "
                 f"{pallas_kernels.GRID}: map over fewer at a time (jax.lax.map with batch_size)"
             )
-        # The kernels count in 32 bits, whatever jax_enable_x64 says outside.
-        with jax.enable_x64(False):
-            made = pallas_kernels.forward(
-                rule.function,
-                _axes(rule, gates),
-                q,
-                k,
-                v,
-                {name: x.astype(_gate_dtype(x)) for name, x in gates.items()},
-                state,
-                valid,
-                reset,
-                scale=options.chunks.scale,
-                accurate=options.accurate,
-                save_states=save_states,
-                interpret=options.interpret,
-                **options.overrides,
-            )
-        return tuple(made)
+        return tuple(_call(pallas_kernels.forward, rule, options, *arguments, save_states=save_states))
 
-    run = custom_vmap(lambda *arguments: without_axes(forward, *arguments))
-
-    @run.def_vmap
-    def fold(size, mapped, *arguments):
-        out, end, states = run(*jax.tree.map(_into_batch(size), arguments, tuple(mapped)))
-        out, end = (x.reshape(size, -1, *x.shape[1:]) for x in (out, end))
+    def unfold(size: int, made: Any) -> Any:
+        *outs, states = made
         if states is not None:
             states = jnp.moveaxis(states.reshape(states.shape[0], size, -1, *states.shape[2:]), 1, 0)
-        return (out, end, states), jax.tree.map(lambda _: True, (out, end, states))
+        return (*_split_batch(size, outs), states)
+
+    run = _batched(forward, unfold)
 
     def refusing(*arguments: Any) -> tuple[Array, Array, Array | None]:
         *tensors, valid, reset = arguments
@@ -219,34 +232,11 @@ def _differentiable(rule: Rule, options: KernelOptions, *arguments: Any) -> tupl
 def _gradient_kernels(rule: Rule, options: KernelOptions) -> Callable[..., pallas_kernels.Backward]:
     """(q, k, v, gates, state, valid, reset, d_out, d_end) -> the gradients of the first five."""
 
-    def backward(q, k, v, gates, state, valid, reset, d_out, d_end):
-        with jax.enable_x64(False):
-            made = pallas_kernels.backward(
-                rule.function,
-                _axes(rule, gates),
-                q,
-                k,
-                v,
-                {name: x.astype(_gate_dtype(x)) for name, x in gates.items()},
-                state,
-                valid,
-                reset,
-                d_out,
-                d_end,
-                scale=options.chunks.scale,
-                accurate=options.accurate,
-                interpret=options.interpret,
-                **options.overrides,
-            )
-        return made._replace(gates={name: x.astype(gates[name].dtype) for name, x in made.gates.items()})
+    def backward(*arguments: Any) -> pallas_kernels.Backward:
+        made = _call(pallas_kernels.backward, rule, options, *arguments)
+        return made._replace(gates={name: x.astype(arguments[3][name].dtype) for name, x in made.gates.items()})
 
-    run = custom_vmap(lambda *arguments: without_axes(backward, *arguments))
-
-    @run.def_vmap
-    def fold(size, mapped, *arguments):
-        made = run(*jax.tree.map(_into_batch(size), arguments, tuple(mapped)))
-        made = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
-        return made, jax.tree.map(lambda _: True, made)
+    run = _batched(backward, _split_batch)
 
     def refusing(*arguments: Any) -> pallas_kernels.Backward:
         *tensors, valid, reset, d_out, d_end = arguments
