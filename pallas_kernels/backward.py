@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import joins, states
+from pallas_kernels import gradient_layout, joins, states
 from pallas_kernels import layout as prepare_layout
 from pallas_kernels.forward import starts, stretches
-from pallas_kernels.gradients import Layout, gradients
+from pallas_kernels.gradients import gradients
 from pallas_kernels.inputs import (
     check_arrays,
     head_log_decay,
@@ -22,14 +22,12 @@ from pallas_kernels.inputs import (
     tiled,
     unsupported,
 )
-from pallas_kernels.layout import RESERVED
-from pallas_kernels.pages import PAGE
 from pallas_kernels.prepare import prepare
 from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import GATE, TiledRule, Unsupported, apart, gates_apart
 from pallas_kernels.states import Scan
-from pallas_kernels.tiles import PROCESSORS, SMEM_LIMIT, C
+from pallas_kernels.tiles import PROCESSORS, C
 
 
 class Backward(NamedTuple):
@@ -66,8 +64,7 @@ def backward_unsupported(
         return f"the rule cannot run inside a kernel: {error}".replace(GATE, "")
     problem = _problem(rule, q, v, scale=1.0, interpret=False, **options)
     dtypes = _landing(problem, rule, {"q": q, "k": q, "v": v, **gates})
-    room = SMEM_LIMIT - RESERVED
-    fits = Layout(problem, rule, dtypes).count * PAGE <= room and prepare_layout.Layout(problem, rule, dtypes).workers
+    fits = gradient_layout.choose(problem, rule, dtypes) and prepare_layout.Layout(problem, rule, dtypes).workers
     if not fits or states.choose(problem, rule, dtypes, 1, reverse=True) is None:
         return f"K = {q.shape[-1]} and V = {v.shape[-1]} in {q.dtype} need more shared memory than there is"
     return None

@@ -1,6 +1,7 @@
 """The gradients of one chunk of one head, and what the decay means for them where there is one per head."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels.layout import channel_gates
 from pallas_kernels.tiles import (
     C,
     accumulate,
+    product,
     products,
     put,
     rows,
@@ -29,120 +31,144 @@ class Gradients(GradientTiles):
     channel_decay: Callable[[Any, list[Array], Array], list[Array]]
 
     def run(self) -> None:
+        problem = self.problem
         self.fetch_all()
-        plgpu.barrier_wait(self.landing)
-        for piece in range(self.problem.key_pieces):
-            self.keys(piece)
-        for piece in range(self.problem.value_pieces):
-            x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
-            sync()
-            put(self.operand("values", "d_out", piece), x, self.numbers)
-        sync()
-        self.scores()
-        self.each(self.problem.key_pieces, self.key_piece, "keys")
-        self.fetch_late()
-        self.each(self.problem.value_pieces, self.value_piece, "values")
+        plgpu.barrier_wait(self.barriers.values)
+        if problem.masked or self.numbers.parts == 2:
+            self.each(problem.value_pieces, self.values)
+            self.meet()
+        if problem.decay == "head":
+            self.all_keys()
+            self.meet()
+        for number, name in enumerate(("d_out", "d_z") if problem.erases else ("d_out",)):
+            pl.when(self.me == number % self.layout.warpgroups)(partial(self.scores, number, name))
+        if problem.decay != "head":
+            self.all_keys()
+        self.meet()
+        self.each(problem.key_pieces, self.key_piece, "keys")
+        self.each(problem.value_pieces, self.value_piece, "values")
         plgpu.wait_smem_to_gmem(0)
 
-    def each(self, count: int, action: Callable[[Any], None], side: str) -> None:
-        """For each tile of channels, with the sums over them, which are added up outside."""
+    def each(self, count: int, action: Callable[[Any], None], side: str | None = None) -> None:
+        """For each tile of channels that is this warpgroup's; sums over its channels are added up outside."""
 
-        def one(piece: Any, nothing: tuple[()]) -> tuple[()]:
+        def one(piece: Any) -> None:
             self.sums = {}
             action(piece)
             for name, x in self.sums.items():
                 self.results[f"{name} {side}"].at[piece, self.batch, self.head, self.tokens][...] = x
+
+        def turn(number: Any, nothing: tuple[()]) -> tuple[()]:
+            piece = number * warpgroups + self.me
+            if count % warpgroups:
+                pl.when(piece < count)(partial(one, piece))
+            else:
+                one(piece)
             return nothing
 
-        lax.fori_loop(0, count, one, ())
+        warpgroups = self.layout.warpgroups
+        turns = -(-count // warpgroups)
+        if turns == 1:
+            turn(0, ())
+        else:
+            lax.fori_loop(0, turns, turn, ())
 
     # Steps.
 
-    def keys(self, piece: int) -> None:
+    def all_keys(self) -> None:
+        plgpu.barrier_wait(self.barriers.keys)
+        self.each(self.problem.key_pieces, self.keys)
+
+    def keys(self, piece: Any) -> None:
         """q, k and e as operands."""
         landed = {n: self.landed(self.landing_tile(self.places, n, piece)) for n in ("q", "k")}
         outputs = ("k", "e") if self.problem.erases else ("k",)
-        tiles = landed | self.key_gates(piece)
+        tiles = landed | self.key_gates(piece, *outputs)
         made = {"q": tiles["q"]} | {o: self.output(o, tiles, piece) for o in outputs}
+        if not self.problem.masked and self.numbers.parts == 1:
+            # As they landed.
+            made = {n: x for n, x in made.items() if n == "e" or (n == "k" and "k" in self.layout.gates)}
         # k as it came is needed again where the rule makes another of it: that has a place of its own.
         sync()
         for name, x in made.items():
-            put(self.operand("keys", name, piece), x, self.numbers)
+            put(self.key(name, piece), x, self.numbers)
 
-    def key_gates(self, piece: Any) -> dict[str, Array]:
-        """The gates of k, e and log_decay."""
-        outputs = ("k", "e", *(("log_decay",) if self.problem.decay == "key" else ()))
-        names = channel_gates(self.rule, "k", "e", "log_decay")
+    def values(self, piece: Any) -> None:
+        """dO as operand."""
+        x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
+        sync()
+        put(self.value("d_out", piece), x, self.numbers)
+
+    def key_gates(self, piece: Any, *outputs: str) -> dict[str, Array]:
+        """The gates of some outputs."""
+        names = channel_gates(self.rule, *outputs)
         return {n: self.landed(self.landing_tile(self.places, n, piece)) for n in names} | self.gates(*outputs)
 
-    def key_tiles(self, piece: Any) -> dict[str, Array]:
-        """What the rule's function gets, once q and k are operands."""
-        q, k = (take(self.operand("keys", n, piece)) for n in ("q", "k"))
+    def key_tiles(self, piece: Any, *outputs: str) -> dict[str, Array]:
+        """What the rule's function gets for some outputs, once q and k are operands."""
+        q, k = (take(self.key(n, piece)) for n in ("q", "k"))
         if "k" in self.layout.gates:
             k = self.landed(self.landing_tile(self.places, "k", piece))
-        return {"q": q, "k": k, **self.key_gates(piece)}
+        return {"q": q, "k": k, **self.key_gates(piece, *outputs)}
 
-    def scores(self) -> None:
-        """dP (with the scale of the output) and dL as operands; with a decay per head with the decay, too."""
+    def scores(self, number: int, name: str) -> None:
+        """dP (with the scale of the output) or dL as operand: with a decay per head with the decay; with one per
+        channel as symmetric matrices, each pair in both places."""
         problem, values = self.problem, range(self.problem.value_pieces)
-        left = ("d_out", "d_z") if problem.erases else ("d_out",)
-        made = products(
-            self.numbers,
-            *(
-                [(self.operand("values", x, v), transposed(self.operand("values", "u", v))) for v in values]
-                for x in left
-            ),
-        )
-        grads = [self.inside(made[0] * problem.scale, True)]
-        if problem.erases:
-            grads.append(self.inside(-made[1], False))
+        pairs = [(self.value(name, v), transposed(self.value("u", v))) for v in values]
+        factor = problem.scale if name == "d_out" else -1.0
+        if problem.decay == "key":
+            r, c = self.numbered()
+            swapped = [(self.value("u", v), transposed(self.value(name, v))) for v in values]
+            lower, upper = products(self.numbers, pairs, swapped)
+            made = self.same_run(jnp.where(r >= c, lower, upper) * factor)
+            made = made if name == "d_out" else jnp.where(r == c, 0.0, made)
+        else:
+            made = self.inside(product(self.numbers, *pairs) * factor, name == "d_out")
         if problem.decay == "head":
-            grads = self.through_decay(grads)
-        for x, page in zip(grads, (self.layout.d_p, self.layout.d_l), strict=False):
-            put(self.pages.operand(page, self.numbers), x, self.numbers)
-        sync()
+            made = self.decay_between() * made
+            self.between(number, "q" if name == "d_out" else "e", made)
+        put(self.operand(self.layout.scores, number), made, self.numbers)
 
-    def through_decay(self, grads: list[Array]) -> list[Array]:
-        """The gradient of log_decay between the tokens of the chunk; returns the others times the decay."""
-        decay = self.decay_between()
-        grads = [decay * x for x in grads]
+    def between(self, number: int, name: str, grad: Array) -> None:
+        """The gradient of log_decay between the tokens of the chunk."""
         pieces = range(self.problem.key_pieces)
-        names = ("q", "e")[: len(grads)]
-        found = products(
-            self.numbers,
-            *([(self.operand("keys", n, p), transposed(self.operand("keys", "k", p))) for p in pieces] for n in names),
-        )
-        between = grads[0] * found[0]
-        for x, y in zip(grads[1:], found[1:], strict=True):
-            between = between + x * y
+        found = product(self.numbers, *((self.key(name, p), transposed(self.key("k", p))) for p in pieces))
         # g_t = sum over i >= t > j: nothing is subtracted.
         r, c = self.numbered()
-        crossing = self.times(jnp.where(c >= r, 1.0, 0.0).astype(jnp.bfloat16), between)
+        later = self.ones(self.vectors["numbers"], C - 1, jnp.bfloat16)
+        crossing = self.times(later, grad * found)
         sums = jnp.sum(jnp.where(c < r, crossing, 0.0), axis=1)
-        self.results["pairs"].at[self.batch, self.head, self.tokens][...] = sums
-        return grads
+        self.results["pairs scores"].at[number, self.batch, self.head, self.tokens][...] = sums
 
     def boundary(self, piece: Any) -> tuple[list[Array], Array]:
         """Gradients of Q, K and Y, the last where something is erased, and the sum of S D over values, tile by tile."""
-        count = 3 if self.problem.erases else 2
-
-        def one(value: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            *grads, both = sums
-            state, after = self.fetch_states(piece, value)
+        problem = self.problem
+        count = 3 if problem.erases else 2
+        grads = [zeros((C, C)) for _ in range(count)]
+        both = zeros((C, C))
+        ahead = len(self.state_places()) > 1
+        if self.layout.tiles > 1:
+            self.fetch_states(piece, 0)
+        for value in range(problem.value_pieces):
+            if ahead and value + 1 < problem.value_pieces:
+                self.fetch_states(piece, value + 1)
+            state, after = self.wait_states(value)
             terms = [("d_out", state), ("u", after), ("d_z", state)][:count]
-            left = [[(self.operand("values", n, value), transposed(x))] for n, x in terms]
-            made = accumulate(self.numbers, list(zip(left, grads, strict=True)))
-            if self.problem.decay is not None:
+            left = [[(self.value(n, value), transposed(x))] for n, x in terms]
+            grads = accumulate(self.numbers, list(zip(left, grads, strict=True)))
+            if problem.decay is not None:
                 both = both + take(state) * take(after)
             sync()
-            return (*made, both)
-
-        start = tuple(zeros((C, C)) for _ in range(count + 1))
-        d_q, d_k, *d_y, both = lax.fori_loop(0, self.problem.value_pieces, one, start)
+            if not ahead and value + 1 < problem.value_pieces:
+                self.fetch_states(piece, value + 1)
+        d_q, d_k, *d_y = grads
         return [d_q, d_k, *(-x for x in d_y)], both
 
     def key_piece(self, piece: Any) -> None:
         grads, both = self.boundary(piece)
+        if self.layout.shared_spare:
+            self.meet()
         if self.problem.decay == "key":
             d_k, d_decay, d_q, *d_e = self.channel_decay(piece, grads, both)
         else:
@@ -151,7 +177,8 @@ class Gradients(GradientTiles):
         made = {"log_decay": d_decay} if self.problem.decay == "key" else {}
         made |= dict(zip(("k", "e"), (d_k, *d_e), strict=False))
         left = [n for n in ("log_decay", "e", "k") if n in made and n in self.pull_back.jaxprs]
-        tiles = self.key_tiles(piece)
+        decay = () if self.problem.decay != "key" or self.layout.lands_in_sum else ("log_decay",)
+        tiles = self.key_tiles(piece, "k", "e", *decay)
         for output in list(left):
             keep = self.real_channels(False, piece)
             for name, y in self.pull_back(output, self.valid(made[output]), tiles, keep).items():
@@ -186,20 +213,23 @@ class Gradients(GradientTiles):
         d_q, d_k, d_e = grads[0] * (into * problem.scale), grads[1] * out_of, [x * into for x in grads[2:]]
         if problem.decay == "head":
             for name, side, x in (("q", "into", d_q), ("k", "out_of", d_k), *(("e", "into", x) for x in d_e)):
-                self.add(side, jnp.sum(take(self.operand("keys", name, piece)) * x, axis=1))
+                self.add(side, jnp.sum(take(self.key(name, piece)) * x, axis=1))
             ref = self.results["carry"].at[self.batch, self.head, self.index, pl.ds(piece * C, C)]
             ref[...] = jnp.sum(both, axis=1)
-        d_p, d_l = (self.pages.operand(page, self.numbers) for page in (self.layout.d_p, self.layout.d_l))
-        q, k = (self.operand("keys", n, piece) for n in ("q", "k"))
+        d_p, d_l = (self.operand(self.layout.scores, i) for i in range(2))
+        q, k = (self.key(n, piece) for n in ("q", "k"))
         write = [(transposed(d_p), q)]
         if d_e:
-            write.append((transposed(d_l), self.operand("keys", "e", piece)))
+            write.append((transposed(d_l), self.key("e", piece)))
         return accumulate(self.numbers, [(write, d_k), ([(d_p, k)], d_q), *(([(d_l, k)], x) for x in d_e)])
 
-    def value_piece(self, piece: int) -> None:
-        names = list(self.layout.late)
-        tiles = {n: self.landed(self.landing_tile(self.layout.late, n, piece)) for n in names}
-        d_z = self.valid(take(self.operand("values", "d_z", piece)))
+    def value_piece(self, piece: Any) -> None:
+        if not self.layout.early:
+            sync()
+            self.fetch_late(piece)
+        plgpu.barrier_wait(self.barriers.late.at[self.me])
+        tiles = {n: self.landed(self.landing_tile(self.layout.late, n, self.me)) for n in self.layout.late}
+        d_z = self.valid(take(self.value("d_z", piece)))
         read = self.rule.arguments["z"]
         keep = self.real_channels(True, piece)
         for name, x in self.pull_back("z", d_z, tiles | self.gates("z"), keep).items() if read else ():

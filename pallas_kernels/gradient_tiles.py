@@ -1,61 +1,110 @@
 """Where the tiles of one chunk lie while its gradients are made, how they get there, and how gradients leave."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gradient_layout import Layout
 from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import C, Numbers, product, put, sync, transposed
+from pallas_kernels.scores import SCALE
+from pallas_kernels.tiles import COL, ROW, C, Numbers, cols, product, put, rows, sync, transposed, vector
 from pallas_kernels.tokens import Tokens
+
+ONES = {jnp.bfloat16: 1.0, jnp.float16: 1.0 / SCALE}
+"""What is not 0 in a matrix that sums gradients or log_decay."""
+
+
+class Barriers(NamedTuple):
+    """values, keys: what both warpgroups use. states: for each warpgroup and each of two places. late: for each
+    warpgroup. met: the warpgroups themselves."""
+
+    values: Any
+    keys: Any
+    states: Any
+    late: Any
+    met: Any
+
+
+def column_name(kind: Any) -> str:
+    return f"columns {jnp.dtype(kind).name}"
+
+
+def place(problem: Problem, task: Any) -> tuple[Any, Any, Any]:
+    """Sequence, head and chunk of a block."""
+    rest, chunk = lax.div(task, problem.chunks), lax.rem(task, problem.chunks)
+    return lax.div(rest, problem.value_heads), lax.rem(rest, problem.value_heads), chunk
 
 
 class GradientTiles(Tokens):
-    """One chunk of one head in shared memory."""
+    """One chunk of one head in shared memory. me: which of the warpgroups this is."""
 
     def __init__(
         self,
         problem: Problem,
         rule: TiledRule,
-        layout: Any,
+        layout: Layout,
         arrays: Mapping[str, Any],
         results: Mapping[str, Any],
         pages: Pages,
-        barriers: tuple[Any, ...],
-        place: tuple[Any, Any, Any],
+        columns: Mapping[Any, Any],
+        barriers: Barriers,
+        task: Any,
+        me: Any,
     ) -> None:
-        super().__init__(problem, rule, arrays, place)
-        self.layout, self.results, self.pages = layout, results, pages
-        self.landing, self.states, self.late = barriers
+        super().__init__(problem, rule, arrays, place(problem, task))
+        self.layout, self.results, self.pages, self.barriers = layout, results, pages, barriers
+        self.columns = columns
+        self.me = me if layout.warpgroups > 1 else 0
         self.pull_back = pull_back(rule)
         self.sums: dict[str, Array] = {}
         # Where things land.
         self.places = {**{n: layout.keys[n] for n in ("q", "k")}, **layout.gates}
+        self.vectors["numbers"] = vector(arrays["numbers"], ROW)
         for name, ref in arrays.items():
-            if len(ref.shape) in (2, 3) and name not in ("select", "spread", "through"):
+            if len(ref.shape) in (2, 3) and name not in ("through", "numbers", *map(column_name, ONES)):
                 self.vectors[name] = self.load(name)
 
-    def page(self, kind: str, name: str, piece: Any = 0) -> Any:
-        first, step = getattr(self.layout, kind)[name]
-        return first + piece * step
+    def operand(self, place: tuple[int, int], index: Any = 0) -> Any:
+        return self.pages.operand(place[0] + index * place[1], self.numbers)
 
-    def operand(self, kind: str, name: str, piece: Any = 0) -> Any:
-        return self.pages.operand(self.page(kind, name, piece), self.numbers)
+    def value(self, name: str, piece: Any) -> Any:
+        return self.operand(self.layout.values[name], piece)
 
-    def landing_tile(self, places: Mapping[str, tuple[int, int]], name: str, piece: Any) -> Any:
+    def key(self, name: str, piece: Any) -> Any:
+        return self.operand(self.layout.keys[name], piece)
+
+    def landing_tile(self, places: Mapping[str, tuple[int, int]], name: str, index: Any) -> Any:
         first, step = places[name]
-        return self.pages.tile(first + piece * step, self.inputs[name].dtype)
+        return self.pages.tile(first + index * step, self.inputs[name].dtype)
+
+    def ones(self, first: Any, last: Any, dtype: Any) -> Array:
+        """A matrix with `ONES` of its type in the columns first .. last of each row, vectors or numbers, else 0.
+
+        The numbers of columns come from memory: ptxas 13.0 may set a register of the left side of a product after the
+        product has begun if it knows the number, so none of a matrix may be known to it.
+        """
+        one = ONES[dtype]
+
+        def row(x: Any) -> Array:
+            x = self.vectors["numbers"] * 0 + x if isinstance(x, int) else x
+            return rows((x.astype(jnp.float32) * one).astype(dtype), C)
+
+        column = cols(vector(self.columns[dtype], COL), C)
+        inside = jnp.minimum(column - row(first - 1), row(last + 1) - column)
+        return jnp.maximum(jnp.minimum(inside, jnp.array(one, dtype)), jnp.array(0, dtype))
 
     def times(self, matrix: Array, x: Array, *, transpose: bool = False) -> Array:
         """matrix x (or x^T) of a bfloat16 tile and a float32 one, which is stored in two parts."""
         wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
-        memory = self.pages.operand(self.layout.spare, wide)
+        first, step = self.layout.spare
+        memory = self.pages.operand(first + self.me * step, wide)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a result on its way out
         put(memory, x, wide)
         sync()
@@ -64,45 +113,80 @@ class GradientTiles(Tokens):
         sync()
         return made
 
+    def meet(self) -> None:
+        """What each warpgroup has stored is visible to the other."""
+        sync()
+        if self.layout.warpgroups > 1:
+            plgpu.barrier_arrive(self.barriers.met)
+            plgpu.barrier_wait(self.barriers.met)
+
     def fetch_all(self) -> None:
-        problem = self.problem
+        pl.when(self.me == 0)(self._fetch_shared)
+        if self.layout.tiles == 1:
+            self.fetch_states(self.me, 0)
+        if self.layout.early:
+            self.fetch_late(self.me)
+
+    def kept(self, name: str, piece: Any) -> list[Any]:
+        """U or dZ in device memory, part by part."""
+        ref = self.inputs[name]
+        return [ref.at[p, self.batch, self.head, self.tokens, pl.ds(piece * C, C)] for p in range(self.numbers.parts)]
+
+    def state(self, name: str, key: Any, value: Any) -> list[Any]:
+        """S or D of 64 key and 64 value channels in device memory, part by part."""
+        within = (self.batch, self.head, pl.ds(key * C, C), pl.ds(value * C, C))
+        return [self.inputs[name].at[(p, self.index, *within)] for p in range(self.numbers.parts)]
+
+    def _fetch_shared(self) -> None:
+        problem, landing = self.problem, self.barriers.values
+        for kind, ref in self.columns.items():
+            plgpu.copy_gmem_to_smem(self.inputs[column_name(kind)], ref, landing)
+        for piece in range(problem.value_pieces):
+            self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, landing)
+            for name in ("u", "d_z"):
+                for source, ref in zip(self.kept(name, piece), self.value(name, piece), strict=True):
+                    plgpu.copy_gmem_to_smem(source, ref, landing)
         for name in self.places:
             for piece in range(problem.key_pieces):
-                self.fetch(name, self.landing_tile(self.places, name, piece), piece, self.landing)
-        for piece in range(problem.value_pieces):
-            self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, self.landing)
-            for name in ("u", "d_z"):
-                for part, ref in enumerate(self.operand("values", name, piece)):
-                    place = (part, self.batch, self.head, self.tokens, pl.ds(piece * C, C))
-                    plgpu.copy_gmem_to_smem(self.inputs[name].at[place], ref, self.landing)
+                self.fetch(name, self.landing_tile(self.places, name, piece), piece, self.barriers.keys)
 
-    def fetch_late(self) -> None:
+    def fetch_late(self, piece: Any) -> None:
         """v and its gates."""
-        sync()
         for name in self.layout.late:
-            for piece in range(self.problem.value_pieces):
-                self.fetch(name, self.landing_tile(self.layout.late, name, piece), piece, self.late)
-        plgpu.barrier_wait(self.late)
+            self.fetch(name, self.landing_tile(self.layout.late, name, self.me), piece, self.barriers.late.at[self.me])
 
-    def fetch_states(self, key: Any, value: Any) -> tuple[Any, Any]:
+    def state_places(self) -> list[tuple[Any, Any]]:
+        """Where S and D land, in turn."""
+        layout = self.layout
+        places = [(self.operand(layout.state, self.me), self.operand(layout.after, self.me))]
+        if not layout.shared_spare and self.numbers.parts == 1:
+            first = layout.spare[0] + self.me * layout.spare[1]
+            places.append((self.pages.operand(first, self.numbers), self.pages.operand(first + 1, self.numbers)))
+        return places
+
+    def fetch_states(self, key: Any, value: int) -> None:
         """S and D of 64 key and 64 value channels."""
-        found = []
-        for name, page in (("states", self.layout.state), ("d_states", self.layout.after)):
-            found.append(self.pages.operand(page, self.numbers))
-            for part, ref in enumerate(found[-1]):
-                place = (part, self.index, self.batch, self.head, pl.ds(key * C, C), pl.ds(value * C, C))
-                plgpu.copy_gmem_to_smem(self.inputs[name].at[place], ref, self.states)
-        plgpu.barrier_wait(self.states)
-        return found[0], found[1]
+        places = self.state_places()
+        slot = value % len(places)
+        for name, operand in zip(("states", "d_states"), places[slot], strict=True):
+            for source, ref in zip(self.state(name, key, value), operand, strict=True):
+                plgpu.copy_gmem_to_smem(source, ref, self.barriers.states.at[2 * self.me + slot])
+
+    def wait_states(self, value: int) -> tuple[Any, Any]:
+        places = self.state_places()
+        slot = value % len(places)
+        plgpu.barrier_wait(self.barriers.states.at[2 * self.me + slot])
+        return places[slot]
 
     def add(self, name: str, x: Array) -> None:
         """To the gradient of a gate with one number per head."""
         self.sums[name] = self.sums[name] + x if name in self.sums else x
 
-    def store(self, name: str, x: Array, piece: int) -> None:
+    def store(self, name: str, x: Array, piece: Any) -> None:
         """A gradient with one number per channel to device memory."""
         dtype = self.results[name].dtype
-        tile = self.pages.tile(self.layout.spare, dtype)
+        first, step = self.layout.spare
+        tile = self.pages.tile(first + self.me * step, dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = x.astype(dtype)
         sync()

@@ -11,57 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.channel_gradients import ChannelGradients
+from pallas_kernels.gradient_layout import choose
+from pallas_kernels.gradient_tiles import ONES, Barriers, column_name
 from pallas_kernels.layout import channel_gates, head_gates
-from pallas_kernels.linear import keeps_keys
-from pallas_kernels.pages import Pages, Taken, memory, pages_of
+from pallas_kernels.pages import Pages, memory
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import OUTPUTS, TiledRule
-from pallas_kernels.scores import SCALE, selections
 from pallas_kernels.tiles import C
-
-
-class Layout:
-    """Pages of one chunk, by name: (first page, step from piece to piece)."""
-
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> None:
-        parts, taken = problem.numbers.parts, Taken()
-        even = parts == 2
-
-        def operands(count: int) -> tuple[int, int]:
-            return taken.take(count * parts, even), parts
-
-        self.values = {name: operands(problem.value_pieces) for name in ("d_out", "u", "d_z")}
-        # A float32 tile on its way out, or two parts of one in a product.
-        self.spare = taken.take(2, True)
-        self.keys = {name: operands(problem.key_pieces) for name in ("q", "k", *(("e",) if problem.erases else ()))}
-        self.gates: dict[str, tuple[int, int]] = {}
-        if not keeps_keys(rule):
-            # The rule's function is evaluated again, on k as it came.
-            size = pages_of(dtypes["k"])
-            self.gates["k"] = (taken.take(size * problem.key_pieces, size > 1), size)
-        for name in channel_gates(rule, "k", "e", "log_decay"):
-            size = pages_of(dtypes[name])
-            self.gates[name] = (taken.take(size * problem.key_pieces, size > 1), size)
-        self.state, self.after = operands(1)[0], operands(1)[0]
-        self.d_p, self.d_l = operands(1)[0], operands(1)[0]
-        if problem.decay == "key":
-            self.logs, self.scaled = operands(1)[0], self.spare
-            # dO and U have been used when the only tile of keys comes to its levels.
-            alone = problem.key_pieces == 1
-            self.level_p, self.level_l = (self.values[n][0] if alone else operands(1)[0] for n in ("d_out", "u"))
-        # v and its gates land where q, k, e and theirs were, and further on: all that is done with by then.
-        late = Taken()
-        self.late: dict[str, tuple[int, int]] = {}
-        for name in ("v", *channel_gates(rule, "z")):
-            size = pages_of(dtypes[name])
-            self.late[name] = (self.keys["q"][0] + late.take(size * problem.value_pieces, size > 1), size)
-        self.count = max(taken.count, self.keys["q"][0] + late.count)
-        self.count += self.count % 2
 
 
 def gradients(
@@ -80,7 +40,8 @@ def gradients(
         of log_decay by what it stands between (`backward._log_decay`).
     """
     numbers = problem.numbers
-    layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()})
+    layout = choose(problem, rule, {n: x.dtype for n, x in inputs.items()})
+    assert layout is not None, "`backward_unsupported` has looked for room"
     channels = channel_gates(rule, "k", "e", "log_decay", "z")
     vectors = head_gates(rule, "k", "e", "z", *(("log_decay",) if problem.decay == "key" else ()))
     vectors += ["valid"] if problem.masked else []
@@ -90,42 +51,49 @@ def gradients(
     if problem.decay == "head" or (problem.decay == "key" and problem.segmented):
         vectors += ["into", "out_of"]
     used = {n: inputs[n] for n in dict.fromkeys(["q", "k", "v", *channels, *vectors])}
-    if problem.decay == "key":
-        if problem.segmented:
-            used["through"] = inputs["through"]
-        used["select"] = jnp.asarray(selections(numbers.parts))
-        used["spread"] = jnp.asarray(SCALE * np.swapaxes(selections(numbers.parts), 1, 2), jnp.bfloat16)
+    if problem.decay == "key" and problem.segmented:
+        used["through"] = inputs["through"]
+    used["numbers"] = jnp.arange(C, dtype=jnp.int32)
+    used |= {column_name(kind): (jnp.arange(C) * one).astype(kind) for kind, one in ONES.items()}
     given = {**used, **saved}
     out = _outputs(problem, rule, used)
     dtypes = list(dict.fromkeys(jnp.dtype(x.dtype) for x in (*given.values(), *out.values()) if x.ndim >= 4))
-    dtypes += [x for x in map(jnp.dtype, (numbers.dtype, jnp.bfloat16, jnp.float16)) if x not in dtypes]
+    dtypes += [x for x in map(jnp.dtype, (numbers.dtype, jnp.bfloat16, jnp.float16, jnp.float32)) if x not in dtypes]
 
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))
         results = dict(zip(out, refs[len(given) :], strict=False))
-        views, *barriers = refs[len(given) + len(out) :]
-        place = (lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("chunk"))
+        views, *columns, values, keys, states, late, met = refs[len(given) + len(out) :]
         pages = Pages(views, 0, dtypes)
-        ChannelGradients(problem, rule, layout, arrays, results, pages, tuple(barriers), place).run()
+        barriers = Barriers(values, keys, states, late, met)
+        memory = dict(zip(ONES, columns, strict=True))
+        place, me = lax.axis_index("task"), lax.axis_index("warpgroup")
+        ChannelGradients(problem, rule, layout, arrays, results, pages, memory, barriers, place, me).run()
 
-    copies = problem.key_pieces * (2 + len(channel_gates(rule, "k", "e", "log_decay")))
-    copies += problem.value_pieces * (1 + 2 * numbers.parts)
-    late = problem.value_pieces * len(layout.late)
+    of_keys = problem.key_pieces * (2 + len(channel_gates(rule, "k", "e", "log_decay")))
+    of_values = problem.value_pieces * (1 + 2 * numbers.parts) + len(ONES)
+    warpgroups = layout.warpgroups
     made = plgpu.kernel(
         body,
         out_type=list(out.values()),
-        grid=(problem.batch, problem.value_heads, problem.chunks),
-        grid_names=("batch", "head", "chunk"),
+        grid=(problem.batch * problem.value_heads * problem.chunks,),
+        grid_names=("task",),
         scratch_types=[
             memory(1, layout.count, dtypes, numbers.interpret),
-            plgpu.Barrier(num_arrivals=copies),
-            plgpu.Barrier(num_arrivals=2 * numbers.parts),
-            plgpu.Barrier(num_arrivals=late),
+            *(plgpu.SMEM((C,), kind) for kind in ONES),
+            plgpu.Barrier(num_arrivals=of_values),
+            plgpu.Barrier(num_arrivals=of_keys),
+            plgpu.Barrier(num_arrivals=2 * numbers.parts, num_barriers=2 * warpgroups),
+            plgpu.Barrier(num_arrivals=len(layout.late), num_barriers=warpgroups),
+            plgpu.Barrier(num_arrivals=warpgroups),
         ],
+        num_threads=warpgroups,
+        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             approx_math=numbers.parts == 1,
-            reduction_scratch_bytes=1024,
+            reduction_scratch_bytes=0,  # sums are over columns only
+            unsafe_no_auto_barriers=True,  # see `tiles.sync`
         ),
         interpret=interpret,
     )(*given.values())
@@ -160,6 +128,7 @@ def _outputs(problem: Problem, rule: TiledRule, used: Mapping[str, Any]) -> dict
     if problem.decay == "head":
         vectors("into", "keys")
         vectors("out_of", "keys")
-        out["pairs"] = jax.ShapeDtypeStruct((*heads, tokens), jnp.float32)
+        scores = 2 if problem.erases else 1
+        out["pairs scores"] = jax.ShapeDtypeStruct((scores, *heads, tokens), jnp.float32)
         out["carry"] = jax.ShapeDtypeStruct((*heads, problem.chunks, problem.key_dim), jnp.float32)
     return out

@@ -44,8 +44,13 @@ def coefficients(rule: TiledRule, vectors: Mapping[str, Array]) -> Terms:
 
 
 def keeps_keys(rule: TiledRule) -> bool:
-    jaxpr = rule.jaxprs["k"].jaxpr
-    return jaxpr.outvars[0] is jaxpr.invars[rule.names.index("k")]
+    return source(rule, "k") == "k"
+
+
+def source(rule: TiledRule, output: str) -> str | None:
+    """The argument that an output is, as it came; None if it is made of others."""
+    jaxpr = rule.jaxprs[output].jaxpr
+    return next((n for n, v in zip(rule.names, jaxpr.invars, strict=True) if v is jaxpr.outvars[0]), None)
 
 
 def _form(rule: TiledRule, vectors: Mapping[str, Array]) -> Terms:

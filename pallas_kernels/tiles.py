@@ -62,9 +62,14 @@ def transposed(x: Operand) -> Operand:
 
 def split(x: Array, numbers: Numbers) -> tuple[Array, ...]:
     """A float32 tile as 16-bit parts."""
-    high = x.astype(numbers.dtype)
     if numbers.parts == 1:
-        return (high,)
+        return (x.astype(numbers.dtype),)
+    if jnp.dtype(numbers.dtype) == jnp.bfloat16:
+        # The first half of the bits: cheaper than rounding, which is slow for one number at a time.
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        high = lax.bitcast_convert_type(jnp.bitwise_and(bits, jnp.int32(-(1 << 16))), jnp.float32)
+        return high.astype(numbers.dtype), (x - high).astype(numbers.dtype)
+    high = x.astype(numbers.dtype)
     return high, (x - high.astype(jnp.float32)).astype(numbers.dtype)
 
 
@@ -86,8 +91,16 @@ def put(x: Operand, value: Array, numbers: Numbers) -> None:
 
 def take(x: Operand) -> Array:
     """Loads a tile as float32."""
-    parts = [plgpu.load(ref, layout=TILE, optimized=False).astype(jnp.float32) for ref in x]
+    parts = [widened(plgpu.load(ref, layout=TILE, optimized=False)) for ref in x]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def widened(x: Array) -> Array:
+    """As float32; bfloat16 by its bits, which takes one instruction for each number where a conversion takes two."""
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
+    return lax.bitcast_convert_type(lax.shift_left(bits, jnp.int32(16)), jnp.float32)
 
 
 def vector(ref: Any, layout: Any = ROW) -> Array:

@@ -86,10 +86,13 @@ class Tokens:
     def inside(self, x: Array, diagonal: bool) -> Array:
         """Keeps the pairs with j <= i (or j < i) of one segment."""
         r, c = self.numbered()
-        mask = r >= c if diagonal else r > c
-        if self.problem.segmented:
-            mask &= rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C)
-        return jnp.where(mask, x.astype(jnp.float32), 0.0)
+        return self.same_run(jnp.where(r >= c if diagonal else r > c, x.astype(jnp.float32), 0.0))
+
+    def same_run(self, x: Array) -> Array:
+        """Keeps the pairs of one segment."""
+        if not self.problem.segmented:
+            return x
+        return jnp.where(rows(self.vectors["runs"], C) == cols(self.vectors["runs_again"], C), x, 0.0)
 
     def decay_between(self) -> Array:
         """With a decay per head, from token j to token i; 0 where j > i."""
