@@ -4,7 +4,7 @@ This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
 
 from pallas_kernels.backward import Backward, backward, backward_unsupported
-from pallas_kernels.forward import Forward, forward
+from pallas_kernels.forward import Forward, batch_axis, forward
 from pallas_kernels.inputs import DTYPES
 from pallas_kernels.inverse import unit_lower_inverse
 from pallas_kernels.supports import GRID, machine, supports
@@ -16,6 +16,7 @@ __all__ = [
     "Forward",
     "backward",
     "backward_unsupported",
+    "batch_axis",
     "forward",
     "machine",
     "supports",

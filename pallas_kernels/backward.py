@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels import gradient_layout, joins, states
 from pallas_kernels import layout as prepare_layout
-from pallas_kernels.forward import starts, stretches
+from pallas_kernels.forward import MOVES, PREPARED, START, STATES, U, starts, stretches
 from pallas_kernels.gradients import gradients
 from pallas_kernels.inputs import (
     check_arrays,
@@ -62,25 +62,13 @@ def backward_unsupported(
         pull_back(rule)
     except Unsupported as error:
         return f"the rule cannot run inside a kernel: {error}".replace(GATE, "")
-    problem = _problem(rule, q, v, scale=1.0, interpret=False, **options)
-    dtypes = _landing(problem, rule, {"q": q, "k": q, "v": v, **gates})
+    problem = make_problem(rule, q, v, scale=1.0, interpret=False, gradients=True, **options)
+    kinds = {n: x.dtype for n, x in {"q": q, "k": q, "v": v, **gates}.items()}
+    dtypes = landing_dtypes(problem, rule, kinds, gradients=True)
     fits = gradient_layout.choose(problem, rule, dtypes) and prepare_layout.Layout(problem, rule, dtypes).workers
     if not fits or states.choose(problem, rule, dtypes, 1, reverse=True) is None:
         return f"K = {q.shape[-1]} and V = {v.shape[-1]} in {q.dtype} need more shared memory than there is"
     return None
-
-
-def _problem(rule: TiledRule, q: Any, v: Any, **options: Any) -> Problem:
-    """Gradients have any size: bfloat16 has the range for them."""
-    problem = make_problem(rule, q, v, **options)
-    return replace(problem, numbers=replace(problem.numbers, dtype=jnp.bfloat16))
-
-
-def _landing(problem: Problem, rule: TiledRule, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()})
-    if problem.numbers.parts == 1:
-        landing |= {n: jnp.dtype(jnp.bfloat16) for n in ("q", "k", "v")}
-    return landing
 
 
 def backward(
@@ -98,6 +86,7 @@ def backward(
     *,
     scale: float,
     accurate: bool | None = None,
+    saved: Mapping[str, Array] | None = None,
     interpret: Any = None,
     **overrides: Any,
 ) -> Backward:
@@ -105,6 +94,7 @@ def backward(
 
     Args:
         d_out: [B, T, HV, V]; d_end: [B, HV, K, V] float32; the others as in `forward`.
+        saved: what `forward` saved of the same inputs, for less to be computed again.
     Raises:
         ValueError: an array does not fit; the message names it.
         NotImplementedError: the kernels cannot take such arrays or such a rule; the message says why.
@@ -126,14 +116,16 @@ def backward(
     d_end = d_end.astype(jnp.float32)
     function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
     rule = tiled(function, axes, q, v)
-    problem = _problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
+    options |= {"accurate": accurate, "interpret": interpret is not None}
+    problem = make_problem(rule, q, v, scale=scale, gradients=True, **options)
     tensors = {"q": q, "k": k, "v": v, **gates}
-    landing = _landing(problem, rule, tensors)
+    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()}, gradients=True)
     inputs = make_inputs(problem, rule, function, {n: x.astype(landing[n]) for n, x in tensors.items()}, valid, reset)
     wide = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, problem.value_dim - x.shape[-1])])  # noqa: E731
     high = lambda x: jnp.pad(wide(x), ((0, 0), (0, 0), (0, problem.key_dim - x.shape[2]), (0, 0)))  # noqa: E731
     d_out = wide(pad_tokens(d_out.astype(jnp.float32 if problem.numbers.parts == 2 else jnp.bfloat16), problem))
-    made, d_state = _run(problem, rule, inputs, high(state), d_out, high(d_end), interpret=interpret, **overrides)
+    arguments = problem, rule, inputs, high(state), d_out, high(d_end), saved or {}
+    made, d_state = _run(*arguments, interpret=interpret, **overrides)
     found = _assemble(rule, tensors, made)
     if rule.decay_axis == "head":
         d_log_decay = _log_decay(problem, made, inputs["carry"])
@@ -153,6 +145,7 @@ def _run(
     state: Array,
     d_out: Array,
     d_end: Array,
+    saved: Mapping[str, Array],
     *,
     count: int | None = None,
     layout: tuple[int, int] | None = None,
@@ -161,16 +154,24 @@ def _run(
     interpret: Any = None,
 ) -> tuple[dict[str, Array], Array]:
     """What `gradients` returns, and the gradient of the first state; overrides as in `forward.run`."""
-    prepared = prepare(problem, rule, inputs, workers, interpret, processors)
+    prepared = {n.removeprefix(PREPARED): x for n, x in saved.items() if n.startswith(PREPARED)}
+    prepared = prepared or prepare(problem, rule, inputs, workers, interpret, processors)
     count = stretches(problem) if count is None else count
+    count = saved[START].shape[2] if START in saved else count
     given = {**inputs, "d_out": d_out}
     dtypes = {n: x.dtype for n, x in given.items()}
-    # Forward again, for U and the states, then back.
-    chosen = layout or states.choose(problem, rule, dtypes, count)
-    assert chosen is not None, "`unsupported` has looked for room"
-    how = Scan(count, *chosen, keep=True, outputs=False)
-    start, moves = starts(problem, rule, how, prepared, inputs, state, interpret)
-    kept = states.scan(problem, rule, how, prepared, inputs, start, interpret)
+    moves, kept = saved.get(MOVES), saved
+    if U not in saved:
+        # Forward again, for U and the states.
+        chosen = layout or states.choose(problem, rule, dtypes, count)
+        assert chosen is not None, "`unsupported` has looked for room"
+        how = Scan(count, *chosen, keep=True, outputs=False)
+        start = saved.get(START)
+        if start is None:
+            start, moves = starts(problem, rule, how, prepared, inputs, state, interpret)
+        made = states.scan(problem, rule, how, prepared, inputs, start, interpret)
+        kept = {U: made["kept_u"], STATES: made["kept_states"]}
+    # Then back.
     chosen = layout or states.choose(problem, rule, dtypes, count, reverse=True)
     assert chosen is not None, "`unsupported` has looked for room"
     how = Scan(count, *chosen, reverse=True)
@@ -186,9 +187,8 @@ def _run(
         else:
             after = joins.join(problem, d_end, ends, moves, interpret, reverse=True)
     back = states.scan(problem, rule, how, prepared, given, after, interpret)
-    saved = {"d_out": d_out, "u": kept["kept_u"], "d_z": back["d_z"]}
-    saved |= {"states": kept["kept_states"], "d_states": back["d_states"]}
-    return gradients(problem, rule, inputs, saved, interpret), back["end"]
+    given = {"d_out": d_out, "u": kept[U], "d_z": back["d_z"], "states": kept[STATES], "d_states": back["d_states"]}
+    return gradients(problem, rule, inputs, given, interpret), back["end"]
 
 
 def _log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) -> Array:

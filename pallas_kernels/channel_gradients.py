@@ -7,14 +7,15 @@ second halves and those of k in first ones.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunk_gradients import Gradients
-from pallas_kernels.scores import DIAGONAL, exponents, levels, log_numbers, store_log_decay
+from pallas_kernels.intervals import Rows, diagonal_rows, end_rows, level_rows
+from pallas_kernels.scores import exponents, levels, log_numbers, store_log_decay
 from pallas_kernels.tiles import (
     TILE,
     C,
@@ -23,61 +24,8 @@ from pallas_kernels.tiles import (
     rows,
     sync,
     take,
+    zeros,
 )
-
-
-class Rows(NamedTuple):
-    """The columns first, last of each row of a matrix of zeros and ones, with its sign where there is one.
-
-    sums: whose log_decay a token's exponent is the sum of. spread: whose exponents a token's log_decay is in.
-    pairs: with whom it is paired, and with `lower` and `upper` only earlier or only later tokens, itself among them.
-    """
-
-    sums: tuple[Any, Any]
-    spread: tuple[Any, Any]
-    pairs: tuple[Any, Any] | None = None
-    lower: tuple[Any, Any] | None = None
-    upper: tuple[Any, Any] | None = None
-    sign: Any = None
-
-
-def level_rows(r: Any, half: Any) -> Rows:
-    """Pairs of the first and the second half of a block of 2 half tokens, with what is between them."""
-    start = jnp.bitwise_and(r, -2 * half)
-    middle, end = start + half - 1, start + 2 * half - 1
-    second = jnp.bitwise_and(r, half) != 0
-
-    def either(late: tuple[Any, Any], early: tuple[Any, Any]) -> tuple[Any, Any]:
-        return tuple(jnp.where(second, x, y) for x, y in zip(late, early, strict=True))
-
-    return Rows(
-        sums=either((middle + 1, r), (r + 1, middle)),
-        spread=either((r, end), (start, r - 1)),
-        pairs=either((start, middle), (middle + 1, end)),
-    )
-
-
-def diagonal_rows(r: Any) -> Rows:
-    """Pairs of a block of DIAGONAL tokens, all referenced to its middle."""
-    start = jnp.bitwise_and(r, -DIAGONAL)
-    middle, end = start + DIAGONAL // 2 - 1, start + DIAGONAL - 1
-    late = r > middle
-
-    def either(after: tuple[Any, Any], before: tuple[Any, Any]) -> tuple[Any, Any]:
-        return tuple(jnp.where(late, x, y) for x, y in zip(after, before, strict=True))
-
-    return Rows(
-        sums=either((middle + 1, r), (r + 1, middle)),
-        spread=either((r, end), (start, r - 1)),
-        lower=(start, r),
-        upper=(r, end),
-        sign=jnp.where(late, 1.0, -1.0),
-    )
-
-
-def end_rows(r: Any) -> tuple[Rows, Rows, Rows]:
-    """From the start of the chunk to a token, from there to the end, and across the chunk."""
-    return Rows((0, r), (r, C - 1)), Rows((r + 1, C - 1), (0, r - 1)), Rows((0, C - 1), (0, C - 1))
 
 
 class ChannelGradients(Gradients):
@@ -132,7 +80,7 @@ class ChannelGradients(Gradients):
         d_k = grads[1] * factor(out_of, "out_of")
         self.add_decay(self.spread(out_of, take(self.key("k", piece)) * d_k))
         # The sum over values of S D, in every row.
-        total = self.times(self.ones(*whole.spread, jnp.bfloat16), both, transpose=True) * factor(whole)
+        total = self.times(self.ones(whole.spread, jnp.bfloat16), both, transpose=True) * factor(whole)
         if problem.segmented:
             total = total * self.inputs["through"][self.batch, self.index]
         self.add_decay(total)
@@ -142,14 +90,14 @@ class ChannelGradients(Gradients):
         return jnp.exp2(self.exponents(of, logs))
 
     def exponents(self, of: Rows, logs: Any) -> Array:
-        matrix = self.ones(*of.sums, jnp.float16)
+        matrix = self.ones(of.sums, jnp.float16)
         if of.sign is not None:
             matrix = matrix * rows(of.sign.astype(jnp.float16), C)
         return exponents(self.numbers, [(matrix, logs)])[0]
 
     def spread(self, of: Rows, x: Array) -> Array:
         """From the gradient of sums of log_decay to that of log_decay."""
-        matrix = self.ones(*of.spread, jnp.bfloat16)
+        matrix = self.ones(of.spread, jnp.bfloat16)
         if of.sign is not None:
             matrix = matrix * rows(of.sign.astype(jnp.bfloat16), C)
         return self.times(matrix, x)
@@ -170,7 +118,7 @@ class ChannelGradients(Gradients):
         d_k, *d_x = sums
         first, step = self.layout.spare
         parked = self.pages.tile(first + self.me * step, jnp.float32)
-        mask = self.ones(*of.pairs, jnp.bfloat16)
+        mask = self.ones(of.pairs, jnp.bfloat16)
         for i, name in enumerate(self.names):
             made = product(self.numbers, (self.masked(name, mask), memory[i]))
             made = made * decay
@@ -208,7 +156,7 @@ class ChannelGradients(Gradients):
         d_k, *d_x = sums
         r = self.vectors["numbers"]
         if self.numbers.parts == 2:
-            mask = self.ones(r, r, jnp.bfloat16)
+            mask = self.ones((r, r), jnp.bfloat16)
             for i, name in enumerate(self.names):
                 pairs = self.masked(name, mask)
                 d_x[i] = d_x[i] + product(self.numbers, (pairs, self.key("k", piece)))
@@ -225,13 +173,12 @@ class ChannelGradients(Gradients):
             put(x, take(self.key(name, piece)) * left, self.numbers)
         put(of_k, take(self.key("k", piece)) * right, self.numbers)
         sync()
-        through = None
+        through = zeros((C, C))
         for i, name in enumerate(self.names):
-            made = product(self.numbers, (self.masked(name, self.ones(*of.lower, jnp.bfloat16)), of_k))
-            x = take(memory[i]) * made
-            through = x if through is None else through + x
+            made = product(self.numbers, (self.masked(name, self.ones(of.lower, jnp.bfloat16)), of_k))
+            through = through + take(memory[i]) * made
             d_x[i] = d_x[i] + made * left
-            made = product(self.numbers, (self.masked(name, self.ones(*of.upper, jnp.bfloat16)), memory[i]))
+            made = product(self.numbers, (self.masked(name, self.ones(of.upper, jnp.bfloat16)), memory[i]))
             through = through - take(of_k) * made
             d_k = d_k + made * right
             d_x[i], d_k, through = lax.optimization_barrier((d_x[i], d_k, through))

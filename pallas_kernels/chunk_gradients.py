@@ -136,7 +136,7 @@ class Gradients(GradientTiles):
         found = product(self.numbers, *((self.key(name, p), transposed(self.key("k", p))) for p in pieces))
         # g_t = sum over i >= t > j: nothing is subtracted.
         r, c = self.numbered()
-        later = self.ones(self.vectors["numbers"], C - 1, jnp.bfloat16)
+        later = self.ones((self.vectors["numbers"], C - 1), jnp.bfloat16)
         crossing = self.times(later, grad * found)
         sums = jnp.sum(jnp.where(c < r, crossing, 0.0), axis=1)
         self.results["pairs scores"].at[number, self.batch, self.head, self.tokens][...] = sums

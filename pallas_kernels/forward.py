@@ -15,13 +15,24 @@ from pallas_kernels.rule import TiledRule, apart, gates_apart
 from pallas_kernels.states import Scan
 from pallas_kernels.tiles import PROCESSORS
 
+START, MOVES, U, STATES, PREPARED = "saved start", "saved moves", "saved u", "saved states", "saved prepared "
+"""Names of what is saved for `backward`: the state before each stretch and the transitions across them; U and the state
+before each chunk as operands, and what `prepare` returns."""
+
+
+def batch_axis(name: str) -> int:
+    """Which axis of an array that is saved under this name counts sequences."""
+    return {START: 0, PREPARED + "gamma": 0, STATES: 2}.get(name, 1)
+
 
 class Forward(NamedTuple):
-    """out [B, T, HV, V]; end [B, HV, K, V] float32; states [chunks, B, HV, K, V] before each chunk, or None."""
+    """out [B, T, HV, V]; end [B, HV, K, V] float32; states [chunks, B, HV, K, V] before each chunk, or None; saved: by
+    name, what `backward` takes, or nothing."""
 
     out: Array
     end: Array
     states: Array | None
+    saved: dict[str, Array]
 
 
 def stretches(problem: Problem) -> int:
@@ -53,7 +64,7 @@ def run(
     inputs: Mapping[str, Array],
     state: Array,
     *,
-    save_states: bool = False,
+    save: str | None = None,
     count: int | None = None,
     layout: tuple[int, int] | None = None,
     workers: int | None = None,
@@ -68,9 +79,17 @@ def run(
     count = stretches(problem) if count is None else count
     chosen = layout or states.choose(problem, rule, {n: x.dtype for n, x in inputs.items()}, count)
     assert chosen is not None, "`unsupported` has looked for room"
-    how = Scan(count, *chosen, save_states=save_states)
-    start, _ = starts(problem, rule, how, prepared, inputs, state, interpret)
-    return states.scan(problem, rule, how, prepared, inputs, start, interpret)
+    how = Scan(count, *chosen, save_states=save == "states", keep=save == "keep")
+    start, moves = starts(problem, rule, how, prepared, inputs, state, interpret)
+    made = states.scan(problem, rule, how, prepared, inputs, start, interpret)
+    if save in ("recompute", "keep"):
+        made[START] = start
+        if moves is not None:
+            made[MOVES] = moves
+    if save == "keep":
+        made |= {PREPARED + name: x for name, x in prepared.items()}
+        made |= {U: made["kept_u"], STATES: made["kept_states"]}
+    return made
 
 
 def starts(
@@ -111,7 +130,7 @@ def forward(
     *,
     scale: float,
     accurate: bool | None = None,
-    save_states: bool = False,
+    save: str | None = None,
     interpret: Any = None,
     **overrides: Any,
 ) -> Forward:
@@ -129,7 +148,8 @@ def forward(
         scale: of the output.
         accurate: products in float32 accuracy (two 16-bit parts for every number) instead of 16-bit operands with
             float32 sums; by default for float32 inputs.
-        save_states: also return the state before each chunk of 64 tokens.
+        save: "states": also return the state before each chunk of 64 tokens. "recompute", "keep": what `backward` makes
+            use of, little or all; with "keep" the operands are bfloat16, as gradients need them.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
         overrides: for tests; see `run`.
     Raises:
@@ -139,6 +159,8 @@ def forward(
 
     Source: chunked WY form, arXiv 2406.06484 and 2412.06464; docs/kernels.md.
     """
+    if save not in (None, "states", "recompute", "keep"):
+        raise ValueError(f"save: got {save!r}, want None, 'states', 'recompute' or 'keep'")
     if state is None:
         raise ValueError("state: got None, want [B, HV, K, V] float32")
     check_arrays(axes, q, k, v, gates, state, valid, reset)
@@ -149,17 +171,20 @@ def forward(
     if reason is not None:
         raise NotImplementedError(reason)
     rule = tiled(function, axes, q, v)
-    problem = make_problem(rule, q, v, scale=scale, accurate=accurate, interpret=interpret is not None, **options)
+    keep = save == "keep"
+    options |= {"accurate": bool(accurate), "interpret": interpret is not None, "gradients": keep}
+    problem = make_problem(rule, q, v, scale=scale, **options)
     tensors = {"q": q, "k": k, "v": v, **gates}
-    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()})
+    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()}, gradients=keep)
     tensors = {n: x.astype(landing[n]) for n, x in tensors.items()}
     inputs = make_inputs(problem, rule, function, tensors, valid, reset)
     padded = jnp.pad(
         state,
         ((0, 0), (0, 0), (0, problem.key_dim - state.shape[2]), (0, problem.value_dim - state.shape[3])),
     )
-    made = run(problem, rule, inputs, padded, save_states=save_states, interpret=interpret, **overrides)
+    made = run(problem, rule, inputs, padded, save=save, interpret=interpret, **overrides)
     key_dim, value_dim = q.shape[-1], v.shape[-1]
     out = made["out"][:, : q.shape[1], :, :value_dim]
-    saved = made["states"][..., :key_dim, :value_dim] if save_states else None
-    return Forward(out, made["end"][..., :key_dim, :value_dim], saved)
+    before = made["states"][..., :key_dim, :value_dim] if save == "states" else None
+    saved = {n: x for n, x in made.items() if n.startswith("saved ")}
+    return Forward(out, made["end"][..., :key_dim, :value_dim], before, saved)

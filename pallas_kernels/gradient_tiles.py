@@ -84,13 +84,15 @@ class GradientTiles(Tokens):
         first, step = places[name]
         return self.pages.tile(first + index * step, self.inputs[name].dtype)
 
-    def ones(self, first: Any, last: Any, dtype: Any) -> Array:
-        """A matrix with `ONES` of its type in the columns first .. last of each row, vectors or numbers, else 0.
+    def ones(self, columns: tuple[Any, ...], dtype: Any) -> Array:
+        """A matrix with `ONES` of its type in some columns of each row, from the first to the last of two that are
+        vectors or numbers, and 0 in the others.
 
         The numbers of columns come from memory: ptxas 13.0 may set a register of the left side of a product after the
         product has begun if it knows the number, so none of a matrix may be known to it.
         """
         one = ONES[dtype]
+        first, last = columns
 
         def row(x: Any) -> Array:
             x = self.vectors["numbers"] * 0 + x if isinstance(x, int) else x

@@ -54,7 +54,7 @@ def gradients(
     if problem.decay == "key" and problem.segmented:
         used["through"] = inputs["through"]
     used["numbers"] = jnp.arange(C, dtype=jnp.int32)
-    used |= {column_name(kind): (jnp.arange(C) * one).astype(kind) for kind, one in ONES.items()}
+    used |= {column_name(kind): (jnp.arange(C, dtype=jnp.float32) * one).astype(kind) for kind, one in ONES.items()}
     given = {**used, **saved}
     out = _outputs(problem, rule, used)
     dtypes = list(dict.fromkeys(jnp.dtype(x.dtype) for x in (*given.values(), *out.values()) if x.ndim >= 4))

@@ -35,12 +35,14 @@ def make_problem(
     masked: bool,
     segmented: bool,
     interpret: bool,
+    gradients: bool = False,
 ) -> Problem:
-    """Sizes as the kernels see them: K and V multiples of 64."""
+    """Sizes as the kernels see them: K and V multiples of 64. gradients: of any size, for which bfloat16 has the range;
+    so do the operands of a forward pass that are kept for them."""
     erases = "e" not in rule.absent
     # Keys of unit norm keep what the delta rules multiply small, and float16 has three bits more; a memory that only
     # adds up may grow past float16's range. Two parts have the digits, and bfloat16 the range of float32.
-    dtype = jnp.float16 if erases and not accurate else jnp.bfloat16
+    dtype = jnp.float16 if erases and not accurate and not gradients else jnp.bfloat16
     decay = rule.decay_axis
     if decay is None and segmented:
         decay = "head"
@@ -157,7 +159,9 @@ def check_arrays(
             check(name, x, [(batch, length)], jnp.bool_)
 
 
-def landing_dtypes(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> dict[str, Any]:
+def landing_dtypes(
+    problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], gradients: bool = False
+) -> dict[str, Any]:
     """The types in which the tensors reach the kernels.
 
     With 16-bit operands nothing is gained by tiles of 32 bits, and they take twice the memory; log_decay alone, whose
@@ -169,6 +173,9 @@ def landing_dtypes(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any])
         for name, dtype in dtypes.items():
             if rule.axis[name] != "head" and name not in decays and jnp.dtype(dtype).itemsize > 2:
                 kept[name] = problem.numbers.dtype if name in ("q", "k", "v") else jnp.float16
+        if gradients:
+            # They are operands as they land.
+            kept |= {n: jnp.dtype(problem.numbers.dtype) for n in ("q", "k", "v")}
     return kept
 
 

@@ -144,7 +144,7 @@ class Steps(Landing):
 
     def _store(self, index: Any, out: Array) -> None:
         """The output to device memory, from where U was."""
-        if self.problem.erases:
+        if self.problem.erases and not self.how.keep:
             sync()
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,8 +1,7 @@
 """The GPU kernels (`pallas_kernels`) as an implementation of `delta_rule`.
 
-forward     the kernels; when differentiated they also save the state before each chunk
-gradient    `chunked_backward`, from those states and the inputs; or with `kernel_settings(gradients="kernels")`, until
-            they have been measured, `pallas_kernels.backward`, from the inputs alone
+forward     the kernels; when differentiated they also save what `residuals` says
+gradient    the kernels; where they cannot, `chunked_backward` from the state before each chunk and the inputs
 vmap        the mapped axis becomes a part of the batch
 refused     by name: second derivatives and forward mode
 """
@@ -47,7 +46,7 @@ class KernelOptions:
     chunks: ChunkOptions
     accurate: bool
     interpret: Any = None
-    gradients: str = "xla"
+    gradients: str = "kernels"
     overrides: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -55,7 +54,7 @@ _settings: ContextVar[Mapping[str, Any] | None] = ContextVar("mosaic_settings", 
 
 
 @contextmanager
-def kernel_settings(*, interpret: Any = None, gradients: str = "xla", **overrides: Any) -> Iterator[None]:
+def kernel_settings(*, interpret: Any = None, gradients: str = "kernels", **overrides: Any) -> Iterator[None]:
     """For tests: how the kernels of the calls inside run.
 
     interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly. gradients, overrides: as in `KernelOptions`.
@@ -156,41 +155,52 @@ def _batched(function: Callable[..., Any], unfold: Callable[[int, Any], Any]) ->
 
     @run.def_vmap
     def fold(size, mapped, *arguments):
-        def into_batch(x: Array, is_mapped: bool) -> Array:
-            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(size * x.shape[1], *x.shape[2:])
+        def into_batch(path: Any, x: Array, is_mapped: bool) -> Array:
+            axis = _batch_axis(path)
+            x = jnp.moveaxis(x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)), 0, axis)
+            return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
-        made = unfold(size, run(*jax.tree.map(into_batch, arguments, tuple(mapped))))
+        made = unfold(size, run(*jax.tree_util.tree_map_with_path(into_batch, arguments, tuple(mapped))))
         return made, jax.tree.map(lambda _: True, made)
 
     return run
 
 
+def _batch_axis(path: Any) -> int:
+    name = getattr(path[-1], "key", None)
+    return pallas_kernels.batch_axis(name) if isinstance(name, str) and name.startswith("saved ") else 0
+
+
 def _split_batch(size: int, made: Any) -> Any:
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), made)
+    def split(path: Any, x: Array) -> Array:
+        axis = _batch_axis(path)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], size, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    return jax.tree_util.tree_map_with_path(split, made)
 
 
-def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[..., tuple[Array, Array, Array | None]]:
-    """(q, k, v, gates, state, valid, reset) -> out, the final state and the states before each chunk of 64 tokens."""
+def _kernels(rule: Rule, options: KernelOptions, save: str | None = None) -> Callable[..., tuple[Any, ...]]:
+    """(q, k, v, gates, state, valid, reset) -> out, the final state, the states before each chunk of 64 tokens or None,
+    and what the gradient kernels take."""
 
-    def forward(*arguments: Any) -> tuple[Array, Array, Array | None]:
+    def forward(*arguments: Any) -> tuple[Any, ...]:
         sequences = arguments[0].shape[0]
         if sequences > pallas_kernels.GRID:
             raise NotImplementedError(
                 f"vmap of implementation='mosaic' makes a batch of {sequences} sequences, and a grid takes "
                 f"{pallas_kernels.GRID}: map over fewer at a time (jax.lax.map with batch_size)"
             )
-        return tuple(_call(pallas_kernels.forward, rule, options, *arguments, save_states=save_states))
+        return tuple(_call(pallas_kernels.forward, rule, options, *arguments, save=save))
 
     def unfold(size: int, made: Any) -> Any:
-        *outs, states = made
+        out, end, states, saved = made
         if states is not None:
             states = jnp.moveaxis(states.reshape(states.shape[0], size, -1, *states.shape[2:]), 1, 0)
-        return (*_split_batch(size, outs), states)
+        return *_split_batch(size, (out, end)), states, _split_batch(size, saved)
 
     run = _batched(forward, unfold)
 
-    def refusing(*arguments: Any) -> tuple[Array, Array, Array | None]:
+    def refusing(*arguments: Any) -> tuple[Any, ...]:
         *tensors, valid, reset = arguments
         return run(*no_derivative(tensors, REFUSED), valid, reset)
 
@@ -199,7 +209,7 @@ def _kernels(rule: Rule, options: KernelOptions, save_states: bool) -> Callable[
 
 def mosaic_plain(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[Array, Array]:
     """`mosaic` without a gradient: checkify cannot go through a custom_vjp under jit."""
-    return _kernels(rule, options, False)(*arguments)[:2]
+    return _kernels(rule, options)(*arguments)[:2]
 
 
 def mosaic(
@@ -230,18 +240,19 @@ def _differentiable(rule: Rule, options: KernelOptions, *arguments: Any) -> tupl
 
 
 def _gradient_kernels(rule: Rule, options: KernelOptions) -> Callable[..., pallas_kernels.Backward]:
-    """(q, k, v, gates, state, valid, reset, d_out, d_end) -> the gradients of the first five."""
+    """(q, k, v, gates, state, valid, reset, saved, d_out, d_end) -> the gradients of the first five."""
 
     def backward(*arguments: Any) -> pallas_kernels.Backward:
-        made = _call(pallas_kernels.backward, rule, options, *arguments)
+        *inputs, saved, d_out, d_end = arguments
+        made = _call(pallas_kernels.backward, rule, options, *inputs, d_out, d_end, saved=saved)
         return made._replace(gates={name: x.astype(arguments[3][name].dtype) for name, x in made.gates.items()})
 
     run = _batched(backward, _split_batch)
 
     def refusing(*arguments: Any) -> pallas_kernels.Backward:
-        *tensors, valid, reset, d_out, d_end = arguments
-        *tensors, d_out, d_end = no_derivative((*tensors, d_out, d_end), REFUSED)
-        return run(*tensors, valid, reset, d_out, d_end)
+        *tensors, valid, reset, saved, d_out, d_end = arguments
+        *tensors, saved, d_out, d_end = no_derivative((*tensors, saved, d_out, d_end), REFUSED)
+        return run(*tensors, valid, reset, saved, d_out, d_end)
 
     return refusing
 
@@ -265,21 +276,22 @@ def _by_kernels(rule: Rule, options: KernelOptions, *arguments: Any) -> bool:
 
 
 def _forward(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[tuple[Array, Array], tuple]:
-    if _by_kernels(rule, options, *arguments):
-        return mosaic_plain(rule, options, *arguments), (*arguments, None)
-    out, end, states = _kernels(rule, options, True)(*arguments)
-    q, k, v, gates, _, valid, reset = arguments
-    return (out, end), (q, k, v, gates, valid, reset, checkpoint_name(states, "delta_rule_states"))
+    by_kernels = _by_kernels(rule, options, *arguments)
+    run = _kernels(rule, options, options.chunks.residuals if by_kernels else "states")
+    out, end, *saved = run(*arguments)
+    states, saved = jax.tree.map(lambda x: checkpoint_name(x, "delta_rule_states"), saved)
+    return (out, end), (*arguments, states, saved)
 
 
 def _backward(rule: Rule, options: KernelOptions, saved: tuple, cotangents: tuple) -> tuple:
-    *inputs, states = saved
+    *inputs, states, kept = saved
     if states is None:
-        made = _gradient_kernels(rule, options)(*inputs, *cotangents)
+        made = _gradient_kernels(rule, options)(*inputs, kept, *cotangents)
         return *made, None, None
-    batch, length, heads, _ = inputs[2].shape
+    q, k, v, gates, _, valid, reset = inputs
+    batch, length, heads, _ = v.shape
     states = grouped_states(make_plan(options.chunks, batch, length, heads), states)
-    return chunked_backward(rule, options.chunks, (*inputs, states, None), cotangents)
+    return chunked_backward(rule, options.chunks, (q, k, v, gates, valid, reset, states, None), cotangents)
 
 
 _differentiable.defvjp(_forward, _backward)

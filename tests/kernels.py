@@ -30,8 +30,9 @@ QUICK = {} if ON_GPU else {"workers": 1, "processors": 1}
 
 
 def run_kernels(**overrides):
-    """For calls of `delta_rule` inside: the kernels, and what they would choose otherwise."""
-    return kernel_settings(interpret=INTERPRET, **{**QUICK, **overrides})
+    """For calls of `delta_rule` inside: the kernels, and what they would choose otherwise. Gradients run through XLA,
+    as where the kernels for them do not fit; test_kernel_gradients.py has those."""
+    return kernel_settings(interpret=INTERPRET, **{"gradients": "xla", **QUICK, **overrides})
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def run_stand_in(**overrides):
         with kernel_settings(**overrides):
             yield
         return
-    with mock.patch.object(pallas_kernels, "forward", stand_in), kernel_settings(interpret="stand-in"):
+    with mock.patch.object(pallas_kernels, "forward", stand_in), kernel_settings(interpret="stand-in", gradients="xla"):
         yield
 
 
@@ -55,13 +56,13 @@ def any_machine():
         yield
 
 
-def stand_in(function, axes, q, k, v, gates, state, valid, reset, *, scale, accurate, save_states, interpret):
+def stand_in(function, axes, q, k, v, gates, state, valid, reset, *, scale, accurate, save, interpret):
     rule = Rule("stand_in", function, {name: Gate(axis) for name, axis in axes.items()})
     precision = jax.lax.Precision.HIGHEST if accurate else None
     options = ChunkOptions(scale, chunk_size=64, precision=precision)
     (out, end), (states, _) = _forward(rule, options, q, k, v, gates, state, valid, reset)
     states = states.reshape(-1, *states.shape[2:])[: -(-q.shape[1] // 64)]
-    return pallas_kernels.Forward(out, end, states if save_states else None)
+    return pallas_kernels.Forward(out, end, states if save == "states" else None, {})
 
 
 SMALL = Shape(1, 65, 1, 1, 16, 24)
@@ -89,10 +90,19 @@ def check_values(name, inputs, dtype, ids=None, *, tolerance=None, **overrides) 
 
 
 def check_gradients(
-    name, inputs, cotangents, ids=None, *, tolerance=KERNEL_GRADIENT, how=run_kernels, dtype=jnp.float32, of_decay=None
+    name,
+    inputs,
+    cotangents,
+    ids=None,
+    *,
+    tolerance=KERNEL_GRADIENT,
+    how=run_kernels,
+    dtype=jnp.float32,
+    of_decay=None,
+    **options,
 ) -> None:
     """Values and every gradient against those of the definition in float64 on the same rounded inputs. of_decay: the
-    tolerance of log_decay's, if another."""
+    tolerance of log_decay's, if another. options: of `delta_rule`."""
     if dtype != jnp.float32:
         inputs, cotangents = rounded(inputs, dtype), (round_to(cotangents[0], dtype), cotangents[1])
     with jax.enable_x64(True):
@@ -100,7 +110,7 @@ def check_gradients(
 
     @jax.jit
     def run(x, cotangents):
-        out, pull_back = jax.vjp(lambda x: call(name, x, ids, implementation="mosaic"), x)
+        out, pull_back = jax.vjp(lambda x: call(name, x, ids, implementation="mosaic", **options), x)
         return out, pull_back(cotangents)[0]
 
     given = cast(cotangents[0], dtype), cast(cotangents[1], jnp.float32)

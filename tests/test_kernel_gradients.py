@@ -22,7 +22,7 @@ from tolerances import (
 
 import pallas_kernels
 import qdelta_jax as qd
-from pallas_kernels.gradients import Layout
+from pallas_kernels.gradient_layout import Layout
 from pallas_kernels.inputs import make_problem
 from pallas_kernels.linear import coefficients, terms
 from pallas_kernels.pull_back import PullBack
@@ -66,10 +66,19 @@ def test_segments_and_poisoned_padding(name):
     check_gradients(name, poisoned(make_inputs(name, SEGMENTED), ids), make_cotangents(SEGMENTED), ids, how=by_kernels)
 
 
-@pytest.mark.parametrize(("name", "count"), [("delta_net", 3)] + [("retnet", 3)] * ON_GPU)
-def test_stretches(name, count):
+@pytest.mark.parametrize("residuals", ["recompute", "keep"])
+@pytest.mark.parametrize("name", ["delta_net"] + ["retnet", "kda"] * ON_GPU)
+def test_stretches_and_what_is_saved(name, residuals):
     """What the shapes of a long sequence would choose."""
-    check_gradients(name, make_inputs(name, THREE), make_cotangents(THREE), how=partial(by_kernels, count=count))
+    how = partial(by_kernels, count=3)
+    check_gradients(name, make_inputs(name, THREE), make_cotangents(THREE), how=how, residuals=residuals)
+
+
+def test_16_bit_operands_that_are_kept():
+    limits = {"tolerance": KERNEL_GRADIENT_16, "of_decay": KERNEL_GRADIENT_16_DECAY}
+    check_gradients(
+        "kda", make_inputs("kda", SMALL), make_cotangents(SMALL), how=by_kernels, dtype=BF16, residuals="keep", **limits
+    )
 
 
 def test_extreme_decays():
@@ -99,7 +108,8 @@ def test_vmap_over_one_gate():
     def gradient(implementation):
         def loss(factor):
             gates = {"beta": factor * inputs["gates"]["beta"]}
-            return jnp.sum(call("delta_net", {**inputs, "gates": gates}, implementation=implementation)[0] ** 2)
+            given = {**inputs, "gates": gates}
+            return jnp.sum(call("delta_net", given, implementation=implementation, residuals="keep")[0] ** 2)
 
         return jax.jit(jax.vmap(jax.grad(loss)))(factors)
 
@@ -175,11 +185,12 @@ def test_tiles_on_their_way_out_lie_apart():
     shapes = jax.ShapeDtypeStruct((1, 64, 1, 64), BF16), jax.ShapeDtypeStruct((1, 64, 1, 256), BF16)
     options = {"accurate": False, "masked": False, "segmented": False, "interpret": False}
     problem = make_problem(rule, *shapes, scale=1.0, **options)
-    layout = Layout(problem, rule, dict.fromkeys(("q", "k", "v", "a", "b"), BF16))
-    late = {first + piece * step for first, step in layout.late.values() for piece in range(problem.value_pieces)}
-    assert len(late) == 12
-    assert not late & {layout.spare, layout.spare + 1}
-    assert not late & {layout.values["d_z"][0] + piece for piece in range(problem.value_pieces)}
+    layout = Layout(problem, rule, dict.fromkeys(("q", "k", "v", "a", "b"), BF16), 1)
+    late = {first for first, _ in layout.late.values()}
+    assert len(late) == 3
+    assert not late & {layout.spare[0], layout.spare[0] + 1}
+    first, step = layout.values["d_z"]
+    assert not late & {first + piece * step for piece in range(problem.value_pieces)}
 
 
 def test_captured_arrays_are_refused_and_numbers_are_not():

@@ -88,9 +88,7 @@ def test_saved_states_of_stretches():
     inputs = make_inputs("q_delta", THREE)
     rule, x = RULES["q_delta"], cast_inputs(inputs, F32)
     axes = {n: gate.axis for n, gate in rule.gates.items()}
-    run = partial(
-        pallas_kernels.forward, rule.function, axes, scale=0.25, save_states=True, interpret=INTERPRET, count=2
-    )
+    run = partial(pallas_kernels.forward, rule.function, axes, scale=0.25, save="states", interpret=INTERPRET, count=2)
     made = jax.jit(partial(run, **QUICK))(*(x[n] for n in "qkv"), x["gates"], x["initial_state"])
     for chunk, state in enumerate(made.states):
         before = {**inputs, **{n: inputs[n][:, : 64 * chunk] for n in "qkv"}}
