@@ -52,20 +52,18 @@ def build(rule: str, arguments: Any, cotangents: Any, gradients: str, **options:
         return error
 
 
-def flat(gradients: Any) -> dict[str, np.ndarray]:
-    """By name, in float64."""
+def flat(gradients: Any, like: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """By name, in float64; like: only as many sequences and heads as these have."""
     q, k, v, gates = gradients
-    return {n: np.asarray(x, np.float64) for n, x in {"q": q, "k": k, "v": v, **gates}.items()}
+    found = {"q": q, "k": k, "v": v, **gates}
+    if like is not None:
+        found = {n: x[:1, :, : like[n].shape[2]] for n, x in found.items()}
+    return {n: np.asarray(x, np.float64) for n, x in found.items()}
 
 
 def errors(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
-    """The worst gradient's, log_decay's apart; got may have more sequences and heads, of which the first count."""
-
-    def error(name: str) -> float:
-        x = got[name][:1, :, : want[name].shape[2]]
-        return float(np.linalg.norm(x - want[name]) / np.linalg.norm(want[name]))
-
-    found = {name: error(name) for name in want}
+    """The worst gradient's, log_decay's apart."""
+    found = {n: float(np.linalg.norm(got[n] - x) / np.linalg.norm(x)) for n, x in want.items()}
     decay = {"decay_gradient_error": found.pop("log_decay")} if "log_decay" in found else {}
     return {"gradient_error": max(found.values()), **decay}
 
@@ -74,7 +72,7 @@ def measure(program: Any, arguments: Any, cotangents: Any, want: dict[str, np.nd
     """Times, memory and errors of a program of `build`."""
     if isinstance(program, Exception):
         raise program
-    found = errors(flat(program(arguments, cotangents)[1]), want)
+    found = errors(flat(program(arguments, cotangents)[1], want), want)
     both = (arguments, cotangents)
     repeats = repeats_for(timed(program, both, 1))
     memory = program.memory_analysis()
@@ -100,8 +98,12 @@ def measure_peer(
     def both() -> Any:
         return torch.autograd.grad(call(), inputs, grad_outputs=list(cotangents))
 
-    gradients = {n: x.double().cpu().numpy() for n, x in zip(names, both(), strict=True)}
-    found = errors(gradients, want) if want else {}
+    gradients = dict(zip(names, both(), strict=True))
+    found = {}
+    if want:
+        first = {n: gradients[n][:1, :, : x.shape[2]].double().cpu().numpy() for n, x in want.items()}
+        found = errors(first, want)
+    del gradients
 
     def blocked() -> None:
         both()

@@ -54,6 +54,7 @@ class Bench:
     """shapes: names in tests/cases.py. implementations: those of `delta_rule`, and "peer". minutes: no cell is begun
     after that; the same command goes on with what is left. bandwidth: of the GPU's memory in TB/s, for the floor.
     gradients: measure forward and backward, too; "kernels": "mosaic" with the gradient kernels.
+    peers: which variants of the peer. residuals: what "mosaic" saves for its gradient.
     again: measure what is stored, too. threads: that compile. warm_peer: only fill Triton's cache. out: a folder."""
 
     rules: tuple[str, ...] = tuple(qd.RULES)
@@ -64,6 +65,8 @@ class Bench:
     minutes: float = 5.5
     bandwidth: float = 4.8
     gradients: Literal["no", "xla", "kernels"] = "no"
+    residuals: Literal["recompute", "keep"] = "recompute"
+    peers: tuple[str, ...] = tuple(dict.fromkeys(peer.label for of in PEERS.values() for peer in of))
     again: bool = False
     threads: int = min(16, os.cpu_count() or 1)
     warm_peer: bool = False
@@ -77,7 +80,8 @@ Store = partial(CellStore, KEY)
 def main(bench: Bench) -> dict[str, Any]:
     began = time.perf_counter()
     if bench.warm_peer:
-        bench_peer.warm(bench.rules, bench.shapes, bench.dtype, os.cpu_count() or 1)
+        workers = os.cpu_count() or 1
+        bench_peer.warm(bench.rules, bench.shapes, bench.dtype, workers, bench.gradients != "no", bench.peers)
         return {}
     device = jax.devices()[0].device_kind
     header = {**make_header("bench_kernels", device, bench.out), "bandwidth_tb_s": bench.bandwidth}
@@ -111,11 +115,11 @@ def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:
     others: list[dict[str, Any]] = [
         {"implementation": peer.label, "chunk_size": None, "versions": bench_peer.versions()}
         for peer in (PEERS.get(rule, ()) if "peer" in bench.implementations else ())
-        if bench_peer.can_run(peer.module)
+        if peer.label in bench.peers and bench_peer.can_run(peer.module)
     ]
     cell = {"rule": rule, "shape": shape, "dtype": bench.dtype, "date": time.strftime("%Y-%m-%d")}
     cells = [{**cell, **x} for x in (*own, *others)]
-    with_gradients = {} if bench.gradients == "no" else {"gradients": bench.gradients}
+    with_gradients = {} if bench.gradients == "no" else {"gradients": f"{bench.gradients}, {bench.residuals}"}
     return [{**x, "versions": {**x["versions"], **with_gradients}} for x in cells]
 
 
@@ -142,6 +146,7 @@ def build_gradients(rule: str, name: str, shape: Shape, bench: Bench) -> Any:
     """The same for forward and backward; the reference is the chunked form in float64."""
     is_reference = name == "reference"
     options = {"implementation": "xla" if is_reference else name, "chunk_size": bench.chunk_size}
+    options |= {"residuals": bench.residuals}
     arguments = jax.eval_shape(lambda: make_arguments(rule, shape, bench.dtype))
     cotangents = jax.eval_shape(lambda: bench_gradients.make_cotangents(shape, bench.dtype))
     with jax.enable_x64(is_reference):

@@ -1,6 +1,6 @@
 """The peer's kernels: chunked ops of flash-linear-attention (torch and Triton) and the official Q-Delta's.
 
-    python -m experiments.bench_peer kda "fla safe_gate" bfloat16 8x4096x16 4x4096x16
+    python -m experiments.bench_peer kda "fla safe_gate" bfloat16 both 8x4096x16 4x4096x16
 
 runs one op once on each shape, so that Triton's compiled kernels are on disk; `bench_kernels --warm-peer` does this for
 all of them at once. Nothing here is needed where torch isn't installed.
@@ -152,15 +152,21 @@ def measure(peer: Peer, arguments: Arguments, heads: int) -> tuple[dict[str, Any
     return times, got
 
 
+def with_gradients(peer: Peer, arguments: Arguments) -> tuple[Callable[[], tuple[Any, Any]], list[Any]]:
+    """The call on torch tensors, for gradients of all of them, and these tensors."""
+    q, k, v, gates = arguments
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, *(gates[name] for name in peer.gates))]
+    function = getattr(importlib.import_module(peer.module), peer.function)
+    options = {"scale": q.shape[-1] ** -0.5, "output_final_state": True, **peer.options}
+    return lambda: function(*inputs, **options), inputs
+
+
 def measure_gradients(peer: Peer, arguments: Arguments, cotangents: Any, want: Any) -> dict[str, Any]:
     """Forward and backward on JAX's arrays: see experiments/bench_gradients.py. want: gradients by name, or None."""
     import torch
 
-    q, k, v, gates = jax.tree.map(to_torch, arguments)
+    call, inputs = with_gradients(peer, jax.tree.map(to_torch, arguments))
     names = ["q", "k", "v", *peer.gates]
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, *(gates[name] for name in peer.gates))]
-    function = getattr(importlib.import_module(peer.module), peer.function)
-    options = {"scale": q.shape[-1] ** -0.5, "output_final_state": True, **peer.options}
 
     def clock(call: Callable, repeats: int) -> float:
         try:
@@ -170,9 +176,7 @@ def measure_gradients(peer: Peer, arguments: Arguments, cotangents: Any, want: A
             return profiler_time(call, repeats)
 
     d_out, d_end = (to_torch(x) for x in cotangents)
-    found = bench_gradients.measure_peer(
-        lambda: function(*inputs, **options), inputs, names, (d_out, d_end), want, clock
-    )
+    found = bench_gradients.measure_peer(call, inputs, names, (d_out, d_end), want, clock)
     torch.cuda.empty_cache()
     return found
 
@@ -223,16 +227,19 @@ def profiler_time(call: Callable, repeats: int) -> float:
     return sum(e.self_device_time_total for e in kernels) / 1e3 / repeats
 
 
-def warm(rules: Iterable[str], shapes: Iterable[str], dtype: str, workers: int) -> None:
+def warm(
+    rules: Iterable[str], shapes: Iterable[str], dtype: str, workers: int, gradients: bool, labels: Iterable[str]
+) -> None:
     """Runs each op once on each shape, in parallel processes: one process alone would compile for many minutes."""
     by_heads: dict[int, list[str]] = defaultdict(list)
     for name in shapes:
         by_heads[find_shape(name).heads].append(name)  # Triton compiles for each number of heads.
     jobs = [
-        [rule, peer.label, dtype, *names]
+        [rule, peer.label, dtype, "both" if gradients else "forward", *names]
         for names in by_heads.values()
         for rule in rules
         for peer in PEERS.get(rule, ())
+        if peer.label in labels
     ]
 
     def run(job: list[str]) -> None:
@@ -251,7 +258,7 @@ def find_shape(name: str) -> Shape:
     return KERNEL_SHAPES[name] if name in KERNEL_SHAPES else SHAPES[name]
 
 
-def run_once(rule: str, label: str, dtype: str, *shapes: str) -> None:
+def run_once(rule: str, label: str, dtype: str, passes: str, *shapes: str) -> None:
     import torch
     import triton.testing
 
@@ -272,7 +279,12 @@ def run_once(rule: str, label: str, dtype: str, *shapes: str) -> None:
         gates = {gate: make(gate_shape(rule, gate, shape)) for gate in peer.gates if gate != "log_decay"}
         if "log_decay" in peer.gates:
             gates["log_decay"] = -make(gate_shape(rule, "log_decay", shape), "float32")
-        prepare(peer, (q, k, make((batch, length, value_heads, value_dim)), gates))()
+        arguments = q, k, make((batch, length, value_heads, value_dim)), gates
+        prepare(peer, arguments)()
+        if passes == "both":
+            call, inputs = with_gradients(peer, arguments)
+            out, state = call()
+            torch.autograd.grad((out, state), inputs, grad_outputs=(torch.ones_like(out), torch.ones_like(state)))
     torch.cuda.synchronize()
 
 

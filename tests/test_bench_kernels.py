@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import bench_kernels, plot_kernels
-from experiments.bench_gradients import errors
+from experiments.bench_gradients import errors, flat
 from experiments.bench_kernels import Bench, Store, build, floor, make_arguments, numbers, reference
 from experiments.bench_peer import PEERS
 from experiments.device_time import kernel_time, repeats_for
@@ -112,14 +112,19 @@ def test_forward_and_backward(tmp_path):
     assert 0 < cell["decay_gradient_error"] <= FLOAT32_DECAY
     assert cell["both_call_ms"] > 0
     assert cell["both_mib"] > 0
-    assert cell["versions"]["gradients"] == "xla"
+    assert cell["versions"]["gradients"] == "xla, recompute"
     (path,) = tmp_path.iterdir()
     plot_kernels.main(path)
     assert "| odd | kda | float32 | xla |  |" in path.with_suffix(".md").read_text().split("Forward and backward")[1]
 
-    got = {"q": np.ones((2, 3, 4, 5)), "log_decay": np.full((2, 3, 4), 2.0)}
-    want = {"q": np.full((1, 3, 2, 5), 1.25), "log_decay": np.full((1, 3, 2), 4.0)}
-    assert errors(got, want) == {"gradient_error": pytest.approx(0.2), "decay_gradient_error": pytest.approx(0.5)}
+    made = (
+        *(np.full((2, 3, heads, 5), x) for heads, x in ((4, 1.0), (4, 1.0), (8, 1.0))),
+        {"log_decay": np.full((2, 3, 8), 2.0)},
+    )
+    want = {n: np.full((1, 3, heads, 5), 1.25) for n, heads in (("q", 2), ("k", 2), ("v", 4))}
+    want["log_decay"] = np.full((1, 3, 4), 4.0)
+    found = errors(flat(made, want), want)
+    assert found == {"gradient_error": pytest.approx(0.2), "decay_gradient_error": pytest.approx(0.5)}
 
 
 def test_store_keeps_the_file_whole(tmp_path):
