@@ -89,6 +89,15 @@ def _expm1(x: Array) -> Array:
     return jnp.where(near, small * series, jnp.exp(x) - 1.0)
 
 
+def _reciprocal_power(x: Array, power: int) -> Array:
+    """x^-power; power: -1 or more. The kernels have powers from the second on."""
+    if power < 0:
+        return x
+    if power == 0:
+        return jnp.ones_like(x)
+    return 1.0 / (x if power == 1 else lax.integer_pow(x, power))
+
+
 VIEWS = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"))
 
@@ -213,6 +222,8 @@ def apply(equation: Any, inputs: list[tuple[Any, tuple[int, ...]]], shape: tuple
         return wide[0]
     if name in LONGER:
         return LONGER[name](wide[0])
+    if name == "integer_pow" and equation.params["y"] < 2:
+        return _reciprocal_power(wide[0], -equation.params["y"])
     out = equation.primitive.bind(*wide, **equation.params)
     return out[0] if isinstance(out, list | tuple) else out
 

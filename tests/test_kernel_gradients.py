@@ -141,6 +141,32 @@ def test_every_rule_lowers(name):
     assert text.count("mosaic_gpu") >= 6
 
 
+MANY = (
+    lambda x: x**3 + x**-3 + x**1 + x**0,
+    lambda x: jnp.sqrt(x) + jax.lax.rsqrt(x) + jnp.square(x) + 1 / x,
+    lambda x: jax.nn.sigmoid(x) + jnp.tanh(x) + jax.nn.softplus(x) + jax.nn.silu(x),
+    lambda x: jnp.sin(x) + jnp.cos(x) + jnp.abs(x) * jnp.sign(x),
+    lambda x: jnp.exp(-x) + jnp.exp2(x) + jnp.expm1(x) + jnp.log(x) + jnp.log1p(x),
+    lambda x: jnp.clip(x, 0.2, 0.8) + jnp.maximum(x, 0.5) * jnp.minimum(x, 0.5) + jnp.where(x > 0.3, x, 2 * x),
+)
+"""What a rule's function may be made of."""
+
+
+@pytest.mark.parametrize("of", [("head", lambda x, y: y(x["beta"])), ("key", lambda x, y: y(x["wide"]))])
+def test_every_operation_lowers_with_its_derivative(of):
+    axis, take = of
+
+    def function(q, k, v, **gates):
+        return k, k * sum(take(gates, f) for f in MANY), v, None
+
+    q = jax.ShapeDtypeStruct((1, 4096, 8, 128), BF16)
+    name, size = ("beta", ()) if axis == "head" else ("wide", (128,))
+    gates, state = {name: jax.ShapeDtypeStruct((1, 4096, 8, *size), BF16)}, jax.ShapeDtypeStruct((1, 8, 128, 128), F32)
+    run = partial(pallas_kernels.backward, function, {name: axis}, scale=1.0)
+    made = jax.jit(lambda q, gates, s: run(q, q, q, gates, s, None, None, q, s)).trace(q, gates, state)
+    assert "mosaic_gpu" in made.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @qd.rule(into=qd.per_head(), d_out=qd.per_value_channel(), log_decay=qd.per_head())
 def awkward(q, k, v, *, into, d_out, log_decay):
     """Gates named as arrays inside the kernels are; functions without a value at 0, where padding is."""
