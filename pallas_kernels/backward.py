@@ -154,8 +154,9 @@ def _run(
     interpret: Any = None,
 ) -> tuple[dict[str, Array], Array]:
     """What `gradients` returns, and the gradient of the first state; overrides as in `forward.run`."""
-    prepared = {n.removeprefix(PREPARED): x for n, x in saved.items() if n.startswith(PREPARED)}
-    prepared = prepared or prepare(problem, rule, inputs, workers, interpret, processors)
+    known = {n.removeprefix(PREPARED): x for n, x in saved.items() if n.startswith(PREPARED)}
+    known = {n: x if n == "gamma" else x.astype(problem.numbers.dtype) for n, x in known.items()}
+    prepared = prepare(problem, rule, inputs, workers, interpret, processors, known)
     count = stretches(problem) if count is None else count
     count = saved[START].shape[2] if START in saved else count
     given = {**inputs, "d_out": d_out}

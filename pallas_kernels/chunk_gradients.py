@@ -1,6 +1,6 @@
 """The gradients of one chunk of one head, and what the decay means for them where there is one per head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,13 +37,14 @@ class Gradients(GradientTiles):
         if problem.masked or self.numbers.parts == 2:
             self.each(problem.value_pieces, self.values)
             self.meet()
-        if problem.decay == "head":
+        if problem.erases and self.layout.warpgroups == 2:
+            # One does dP, the other dL, while the keys land.
+            self.scores(self.me, self.all_keys)
+        else:
             self.all_keys()
-            self.meet()
-        for number, name in enumerate(("d_out", "d_z") if problem.erases else ("d_out",)):
-            pl.when(self.me == number % self.layout.warpgroups)(partial(self.scores, number, name))
-        if problem.decay != "head":
-            self.all_keys()
+            pl.when(self.me == 0)(partial(self.scores, 0))
+            if problem.erases:
+                self.scores(1)
         self.meet()
         self.each(problem.key_pieces, self.key_piece, "keys")
         self.each(problem.value_pieces, self.value_piece, "values")
@@ -78,6 +79,8 @@ class Gradients(GradientTiles):
     def all_keys(self) -> None:
         plgpu.barrier_wait(self.barriers.keys)
         self.each(self.problem.key_pieces, self.keys)
+        if self.problem.decay == "head":
+            self.meet()
 
     def keys(self, piece: Any) -> None:
         """q, k and e as operands."""
@@ -111,35 +114,43 @@ class Gradients(GradientTiles):
             k = self.landed(self.landing_tile(self.places, "k", piece))
         return {"q": q, "k": k, **self.key_gates(piece, *outputs)}
 
-    def scores(self, number: int, name: str) -> None:
-        """dP (with the scale of the output) or dL as operand: with a decay per head with the decay; with one per
-        channel as symmetric matrices, each pair in both places."""
+    def scores(self, which: Any, meanwhile: Callable[[], None] | None = None) -> None:
+        """dP (which = 0, with the scale of the output) or dL (1) as operand: with a decay per head with the decay; with
+        one per channel as symmetric matrices, each pair in both places. meanwhile: is done once the products are."""
         problem, values = self.problem, range(self.problem.value_pieces)
-        pairs = [(self.value(name, v), transposed(self.value("u", v))) for v in values]
-        factor = problem.scale if name == "d_out" else -1.0
+        left = self.either(self.layout.values, ("d_out", "d_z"), which)
+        pairs = [(self.operand(left, v), transposed(self.value("u", v))) for v in values]
+        r, c = self.numbered()
         if problem.decay == "key":
-            r, c = self.numbered()
-            swapped = [(self.value("u", v), transposed(self.value(name, v))) for v in values]
+            swapped = [(self.value("u", v), transposed(self.operand(left, v))) for v in values]
             lower, upper = products(self.numbers, pairs, swapped)
-            made = self.same_run(jnp.where(r >= c, lower, upper) * factor)
-            made = made if name == "d_out" else jnp.where(r == c, 0.0, made)
+            made = jnp.where(r == c, jnp.where(which == 0, lower, 0.0), jnp.where(r > c, lower, upper))
         else:
-            made = self.inside(product(self.numbers, *pairs) * factor, name == "d_out")
+            made = jnp.where(r >= c + which, product(self.numbers, *pairs), 0.0)
+        made = self.same_run(made * jnp.where(which == 0, problem.scale, -1.0).astype(jnp.float32))
+        if meanwhile is not None:
+            meanwhile()
         if problem.decay == "head":
             made = self.decay_between() * made
-            self.between(number, "q" if name == "d_out" else "e", made)
-        put(self.operand(self.layout.scores, number), made, self.numbers)
+            self.between(which, made)
+        put(self.operand(self.layout.scores, which), made, self.numbers)
 
-    def between(self, number: int, name: str, grad: Array) -> None:
-        """The gradient of log_decay between the tokens of the chunk."""
+    def either(self, places: Mapping[str, tuple[int, int]], names: tuple[str, str], which: Any) -> tuple[Any, int]:
+        """The place of the first (which = 0) or the second of two that have the same step."""
+        (first, step), (other, _) = (places.get(name, places[names[0]]) for name in names)
+        return first + which * (other - first), step
+
+    def between(self, which: Any, grad: Array) -> None:
+        """The gradient of log_decay between the tokens of the chunk, from that of q's or e's scores."""
         pieces = range(self.problem.key_pieces)
-        found = product(self.numbers, *((self.key(name, p), transposed(self.key("k", p))) for p in pieces))
+        left = self.either(self.layout.keys, ("q", "e"), which)
+        found = product(self.numbers, *((self.operand(left, p), transposed(self.key("k", p))) for p in pieces))
         # g_t = sum over i >= t > j: nothing is subtracted.
         r, c = self.numbered()
         later = self.ones((self.vectors["numbers"], C - 1), jnp.bfloat16)
         crossing = self.times(later, grad * found)
         sums = jnp.sum(jnp.where(c < r, crossing, 0.0), axis=1)
-        self.results["pairs scores"].at[number, self.batch, self.head, self.tokens][...] = sums
+        self.results["pairs scores"].at[which, self.batch, self.head, self.tokens][...] = sums
 
     def boundary(self, piece: Any) -> tuple[list[Array], Array]:
         """Gradients of Q, K and Y, the last where something is erased, and the sum of S D over values, tile by tile."""

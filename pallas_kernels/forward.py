@@ -16,8 +16,8 @@ from pallas_kernels.states import Scan
 from pallas_kernels.tiles import PROCESSORS
 
 START, MOVES, U, STATES, PREPARED = "saved start", "saved moves", "saved u", "saved states", "saved prepared "
-"""Names of what is saved for `backward`: the state before each stretch and the transitions across them; U and the state
-before each chunk as operands, and what `prepare` returns."""
+"""Names of what is saved for `backward`: the state before each stretch and the transitions across them, and P and A of
+what `prepare` returns; to keep more, all of that, and U and the state before each chunk as operands."""
 
 
 def batch_axis(name: str) -> int:
@@ -86,8 +86,9 @@ def run(
         made[START] = start
         if moves is not None:
             made[MOVES] = moves
+    if save in ("recompute", "keep"):
+        made |= {PREPARED + name: x for name, x in prepared.items() if save == "keep" or name in ("p", "a")}
     if save == "keep":
-        made |= {PREPARED + name: x for name, x in prepared.items()}
         made |= {U: made["kept_u"], STATES: made["kept_states"]}
     return made
 

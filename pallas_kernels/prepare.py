@@ -34,6 +34,7 @@ def _run(
 ) -> dict[str, Array]:
     """One chunk from device memory to device memory; starts copies of the following one where pages are free."""
     problem, layout = chunk.problem, chunk.layout
+    scored = "p" in outputs  # otherwise P and A are there already
     pieces = range(problem.key_pieces)
     place = (chunk.batch, chunk.head, chunk.tokens)
 
@@ -59,11 +60,12 @@ def _run(
         if layout.decay:
             plgpu.barrier_wait(chunk.barriers.decay)
         log_decays = chunk.log_decays()
-        scores, *lower = chunk.channel_scores(log_decays, select)
     else:
         sync()
-        scores, *lower = chunk.head_scores()
-    sync()
+    lower: list[Array] = []
+    if scored:
+        scores, *lower = chunk.channel_scores(log_decays, select) if log_decays else chunk.head_scores()
+        sync()
 
     def fetch() -> None:
         """The pages in which q, k and the gates of e land are free."""
@@ -74,7 +76,8 @@ def _run(
 
     if problem.direct:
         fetch()
-    chunk.store_scores(scores)
+    if scored:
+        chunk.store_scores(scores)
     chunk.forget_addresses(2)
     if problem.direct:
         sync()
@@ -96,8 +99,8 @@ def _run(
             for x, name in zip(chunk.operands(piece), ("q", "k", "y"), strict=True)
             if x is not None
         ]
-        store((chunk.operand(layout.p), "p", 0), *made)
-    if problem.erases:
+        store(*([(chunk.operand(layout.p), "p", 0)] if scored else []), *made)
+    if lower:
         inverse = chunk.invert(lower[0], None if problem.direct else fetch)
     elif not problem.direct:
         fetch()
@@ -105,7 +108,7 @@ def _run(
     sync()
     if problem.decay == "key":
         pl.when(more)(following.fetch_decay)
-    if problem.erases:
+    if lower:
         a = chunk.pages.operand(layout.a, chunk.numbers)
         store_parts(a, inverse)
         sync()
@@ -120,6 +123,7 @@ def prepare(
     workers: int | None = None,
     interpret: Any = None,
     processors: int = PROCESSORS,
+    known: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
     """The arrays that the scan over chunks reads, [parts, B, HV, T', .] with T' = chunks * C; gamma [B, HV, chunks, K].
 
@@ -128,7 +132,11 @@ def prepare(
         the chunk; decay from the state before the chunk, and to the state after it); where some tokens are not valid:
         valid [B, T']; where some clear the state: runs, runs_again [B, T'], and with a decay per channel into, out_of
         [B, T'] and through [B, chunks], zeros where the state is cleared on the way.
+    known: P and A of the same inputs, if they are there, or all: then they are not computed.
     """
+    out = {name: x for name, x in _outputs(problem).items() if name not in (known or {})}
+    if not out:
+        return dict(known or {})
     gates = ("k", "e", "log_decay") if problem.decay == "key" else ("k", "e")
     used = ["q", "k", *channel_gates(rule, *gates), *vector_names(problem, rule)]
     used += ["through"] if problem.segmented and problem.decay == "key" else []
@@ -142,7 +150,6 @@ def prepare(
     if problem.decay == "key":
         inputs["select"] = jnp.asarray(selections(problem.numbers.parts))
     names = list(inputs)
-    out = _outputs(problem)
     dtypes = [jnp.dtype(x) for x in (jnp.float16, jnp.bfloat16, *((jnp.float32,) if layout.wide else ()))]
     tasks = problem.batch * problem.value_heads * problem.chunks
     blocks = min(processors, -(-tasks // workers))
@@ -224,7 +231,7 @@ def prepare(
         interpret=interpret,
         **threads,
     )(*inputs.values())
-    return dict(zip(out, made, strict=True))
+    return {**dict(zip(out, made, strict=True)), **(known or {})}
 
 
 def _outputs(problem: Problem) -> dict[str, jax.ShapeDtypeStruct]:
