@@ -278,8 +278,10 @@ def _by_kernels(rule: Rule, options: KernelOptions, *arguments: Any) -> bool:
 def _forward(rule: Rule, options: KernelOptions, *arguments: Any) -> tuple[tuple[Array, Array], tuple]:
     by_kernels = _by_kernels(rule, options, *arguments)
     run = _kernels(rule, options, options.chunks.residuals if by_kernels else "states")
-    out, end, *saved = run(*arguments)
-    states, saved = jax.tree.map(lambda x: checkpoint_name(x, "delta_rule_states"), saved)
+    out, end, states, saved = run(*arguments)
+    out = checkpoint_name(out, "delta_rule_out")
+    states = jax.tree.map(lambda x: checkpoint_name(x, "delta_rule_states"), states)
+    saved = jax.tree.map(lambda x: checkpoint_name(x, "delta_rule_saved"), saved)
     return (out, end), (*arguments, states, saved)
 
 

@@ -18,10 +18,15 @@ from qdelta_jax.models.config import ModelConfig
 
 __all__ = ["Cell", "LanguageModel", "ModelCache"]
 
+_named = jax.checkpoint_policies.save_only_these_names
+
 POLICIES = {
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "delta_rule_states": jax.checkpoint_policies.save_only_these_names("delta_rule_states", "delta_rule_kept"),
+    # What the GPU kernels compute is no product to JAX.
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _named("delta_rule_out", "delta_rule_saved")
+    ),
+    "delta_rule_states": _named("delta_rule_states", "delta_rule_kept", "delta_rule_saved"),
 }
 """What `jax.checkpoint` saves, by `ModelConfig.remat`; "none" does not use it."""
 
