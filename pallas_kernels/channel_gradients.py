@@ -14,16 +14,19 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunk_gradients import Gradients
-from pallas_kernels.intervals import Rows, diagonal_rows, end_rows, level_rows
+from pallas_kernels.intervals import diagonal_columns, end_columns, level_columns
 from pallas_kernels.scores import exponents, levels, log_numbers, store_log_decay
 from pallas_kernels.tiles import (
     TILE,
     C,
+    Numbers,
     product,
     put,
     rows,
+    split,
     sync,
     take,
+    widened,
     zeros,
 )
 
@@ -45,16 +48,33 @@ class ChannelGradients(Gradients):
             return self.pairs(piece, jnp.right_shift(jnp.int32(C // 2), index), logs, sums)
 
         d_k, *d_x = self.diagonal(piece, logs, lax.fori_loop(0, len(steps), level, tuple(sums)))
-        return [d_k, plgpu.load(self.d_decay, layout=TILE, optimized=False), *d_x]
+        return [d_k, self.summed(), *d_x]
+
+    # The gradient of log_decay. A pair (i, j) adds x = dP_ij P_ij to that of all tokens t, j < t <= i: x is summed up
+    # for token i and -x for token j, and at the end come sums over all later tokens. What is subtracted there was the
+    # same sum of the same products, so that nothing is lost but the last bits of float32. Registers are scarce: the
+    # sums lie in shared memory.
 
     @property
     def d_decay(self) -> Any:
-        """Where the gradient of log_decay is summed up: registers are what is scarce."""
         first, step = self.layout.d_decay
         return self.pages.tile(first + self.me * step, jnp.float32)
 
     def add_decay(self, x: Array) -> None:
         self.d_decay[...] = plgpu.load(self.d_decay, layout=TILE, optimized=False) + x
+
+    def summed(self) -> Array:
+        """Over all later tokens, the token itself among them."""
+        x = plgpu.load(self.d_decay, layout=TILE, optimized=False)
+        later = self.ones((self.vectors["numbers"], C - 1), jnp.bfloat16)
+        wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
+        rest = x
+        for part in split(x, wide):
+            rest = rest - widened(part)
+        one = Numbers(jnp.bfloat16, 1, self.numbers.interpret)
+        memory = self.pages.operand(self.layout.state[0] + self.me * self.layout.state[1], one)
+        put(memory, rest, one)
+        return self.times(later, x) + product(one, ((later,), memory))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,44 +83,39 @@ class ChannelGradients(Gradients):
     def ends(self, piece: Any, grads: list[Array], both: Array, logs: Any) -> list[Array]:
         """What passes to and from the ends of the chunk, gradients of k, q, and of e."""
         problem = self.problem
-        into, out_of, whole = end_rows(self.vectors["numbers"])
+        into, out_of, whole = end_columns(self.vectors["numbers"])
 
-        def factor(of: Rows, mask: str | None = None) -> Array:
-            made = self.decays(of, logs)
+        def factor(columns: tuple[Any, Any], mask: str | None = None) -> Array:
+            made = jnp.exp2(self.exponents(columns, logs))
             return made * rows(self.vectors[mask], C) if mask and problem.segmented else made
 
         # One thing after the other: registers are what is scarce.
+        last = self.numbered()[0] == C - 1
+        # The sum over values of S D, in every row.
+        across = self.times(self.ones(whole, jnp.bfloat16), both, transpose=True) * factor(whole)
+        if problem.segmented:
+            across = across * self.inputs["through"][self.batch, self.index]
+        self.d_decay[...] = jnp.where(last, across, 0.0)
         decay = factor(into, "into")
         d_q = grads[0] * (decay * problem.scale)
         d_e = [x * decay for x in grads[2:]]
         through = take(self.key("q", piece)) * d_q
         for x in d_e:
             through = through + take(self.key("e", piece)) * x
-        self.d_decay[...] = self.spread(into, through)
+        self.add_decay(through)
         d_k = grads[1] * factor(out_of, "out_of")
-        self.add_decay(self.spread(out_of, take(self.key("k", piece)) * d_k))
-        # The sum over values of S D, in every row.
-        total = self.times(self.ones(whole.spread, jnp.bfloat16), both, transpose=True) * factor(whole)
-        if problem.segmented:
-            total = total * self.inputs["through"][self.batch, self.index]
-        self.add_decay(total)
+        # What reaches the end from any token before one: all of it, less that of later ones.
+        through = take(self.key("k", piece)) * d_k
+        total = self.times(self.ones(whole, jnp.bfloat16), through)
+        self.add_decay(jnp.where(last, total, 0.0) - through)
         return [d_k, d_q, *d_e]
 
-    def decays(self, of: Rows, logs: Any) -> Array:
-        return jnp.exp2(self.exponents(of, logs))
-
-    def exponents(self, of: Rows, logs: Any) -> Array:
-        matrix = self.ones(of.sums, jnp.float16)
-        if of.sign is not None:
-            matrix = matrix * rows(of.sign.astype(jnp.float16), C)
+    def exponents(self, columns: tuple[Any, Any], logs: Any, sign: Array | None = None) -> Array:
+        """log2 of decays: sums of log_decay over some tokens for each row, times its sign."""
+        matrix = self.ones(columns, jnp.float16)
+        if sign is not None:
+            matrix = matrix * rows(sign.astype(jnp.float16), C)
         return exponents(self.numbers, [(matrix, logs)])[0]
-
-    def spread(self, of: Rows, x: Array) -> Array:
-        """From the gradient of sums of log_decay to that of log_decay."""
-        matrix = self.ones(of.spread, jnp.bfloat16)
-        if of.sign is not None:
-            matrix = matrix * rows(of.sign.astype(jnp.bfloat16), C)
-        return self.times(matrix, x)
 
     def masked(self, name: str, mask: Array) -> tuple[Array, ...]:
         """dP or dL for some of the pairs, in registers."""
@@ -109,29 +124,23 @@ class ChannelGradients(Gradients):
 
     def pairs(self, piece: Any, half: Any, logs: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         """Adds what the pairs of one level give."""
-        of = level_rows(self.vectors["numbers"], half)
+        r = self.vectors["numbers"]
         second = jnp.bitwise_and(self.numbered()[0], half) != 0
-        decay = self.decays(of, logs)
+        between, partners = level_columns(r, half)
+        decay = jnp.exp2(self.exponents(between, logs))
         memory = self.state_places()[0]
         self.level_tiles(piece, decay, second, memory)
         sync()
         d_k, *d_x = sums
-        first, step = self.layout.spare
-        parked = self.pages.tile(first + self.me * step, jnp.float32)
-        mask = self.ones(of.pairs, jnp.bfloat16)
+        mask = self.ones(partners, jnp.bfloat16)
         for i, name in enumerate(self.names):
             made = product(self.numbers, (self.masked(name, mask), memory[i]))
+            through = take(memory[i]) * made
+            self.add_decay(jnp.where(second, through, -through))
             made = made * decay
-            late = jnp.where(second, made, 0.0)
-            d_x[i] = d_x[i] + late
-            d_k = d_k + (made - late)
-            through = jnp.where(second, take(self.key(name, piece)), take(self.key("k", piece))) * made
-            if i > 0:
-                through = plgpu.load(parked, layout=TILE, optimized=False) + through
-                sync()
-            elif len(self.names) > 1:
-                parked[...] = through
-        self.add_decay(self.spread(of, through))
+            d_x[i] = jnp.where(second, d_x[i] + made, d_x[i])
+            d_k = jnp.where(second, d_k, d_k + made)
+        sync()
         return (d_k, *d_x)
 
     def level_tiles(self, piece: Any, decay: Array, second: Array, memory: Sequence[Any]) -> None:
@@ -162,8 +171,8 @@ class ChannelGradients(Gradients):
                 d_x[i] = d_x[i] + product(self.numbers, (pairs, self.key("k", piece)))
                 d_k = d_k + product(self.numbers, (pairs, self.key(name, piece)))
             return (d_k, *d_x)
-        of = diagonal_rows(r)
-        exponent = self.exponents(of, logs)
+        between, lower, upper, sign = diagonal_columns(r)
+        exponent = self.exponents(between, logs, sign)
         left, right = jnp.exp2(exponent), jnp.exp2(-exponent)
         memory = self.state_places()[0]
         first, step = self.layout.spare
@@ -175,13 +184,13 @@ class ChannelGradients(Gradients):
         sync()
         through = zeros((C, C))
         for i, name in enumerate(self.names):
-            made = product(self.numbers, (self.masked(name, self.ones(of.lower, jnp.bfloat16)), of_k))
+            made = product(self.numbers, (self.masked(name, self.ones(lower, jnp.bfloat16)), of_k))
             through = through + take(memory[i]) * made
             d_x[i] = d_x[i] + made * left
-            made = product(self.numbers, (self.masked(name, self.ones(of.upper, jnp.bfloat16)), memory[i]))
+            made = product(self.numbers, (self.masked(name, self.ones(upper, jnp.bfloat16)), memory[i]))
             through = through - take(of_k) * made
             d_k = d_k + made * right
             d_x[i], d_k, through = lax.optimization_barrier((d_x[i], d_k, through))
         sync()
-        self.add_decay(self.spread(of, through))
+        self.add_decay(through)
         return (d_k, *d_x)

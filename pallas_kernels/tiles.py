@@ -65,8 +65,8 @@ def split(x: Array, numbers: Numbers) -> tuple[Array, ...]:
     if numbers.parts == 1:
         return (x.astype(numbers.dtype),)
     if jnp.dtype(numbers.dtype) == jnp.bfloat16:
-        # The first half of the bits: cheaper than rounding, which is slow for one number at a time.
-        bits = lax.bitcast_convert_type(x, jnp.int32)
+        # Rounded by its bits: a conversion is slow for one number at a time.
+        bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(1 << 15)
         high = lax.bitcast_convert_type(jnp.bitwise_and(bits, jnp.int32(-(1 << 16))), jnp.float32)
         return high.astype(numbers.dtype), (x - high).astype(numbers.dtype)
     high = x.astype(numbers.dtype)
