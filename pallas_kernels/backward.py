@@ -117,15 +117,21 @@ def backward(
     function, axes, gates = apart(function, tuple(axes)), gates_apart(axes), gates_apart(gates)
     rule = tiled(function, axes, q, v)
     options |= {"accurate": accurate, "interpret": interpret is not None}
-    problem = make_problem(rule, q, v, scale=scale, gradients=True, **options)
     tensors = {"q": q, "k": k, "v": v, **gates}
-    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()}, gradients=True)
-    inputs = make_inputs(problem, rule, function, {n: x.astype(landing[n]) for n, x in tensors.items()}, valid, reset)
+
+    def given(gradients: bool) -> tuple[Problem, dict[str, Array]]:
+        """As the forward pass has it, and as the gradients do."""
+        problem = make_problem(rule, q, v, scale=scale, gradients=gradients, **options)
+        landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()}, gradients)
+        cast = {n: x.astype(landing[n]) for n, x in tensors.items()}
+        return problem, make_inputs(problem, rule, function, cast, valid, reset)
+
+    problem, inputs = given(True)
     wide = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, problem.value_dim - x.shape[-1])])  # noqa: E731
     high = lambda x: jnp.pad(wide(x), ((0, 0), (0, 0), (0, problem.key_dim - x.shape[2]), (0, 0)))  # noqa: E731
     d_out = wide(pad_tokens(d_out.astype(jnp.float32 if problem.numbers.parts == 2 else jnp.bfloat16), problem))
-    arguments = problem, rule, inputs, high(state), d_out, high(d_end), saved or {}
-    made, d_state = _run(*arguments, interpret=interpret, **overrides)
+    arguments = rule, high(state), d_out, high(d_end), saved or {}
+    made, d_state = _run(given(False), (problem, inputs), *arguments, interpret=interpret, **overrides)
     found = _assemble(rule, tensors, made)
     if rule.decay_axis == "head":
         d_log_decay = _log_decay(problem, made, inputs["carry"])
@@ -139,9 +145,9 @@ def backward(
 
 
 def _run(
-    problem: Problem,
+    before: tuple[Problem, dict[str, Array]],
+    here: tuple[Problem, dict[str, Array]],
     rule: TiledRule,
-    inputs: Mapping[str, Array],
     state: Array,
     d_out: Array,
     d_end: Array,
@@ -153,26 +159,31 @@ def _run(
     processors: int = PROCESSORS,
     interpret: Any = None,
 ) -> tuple[dict[str, Array], Array]:
-    """What `gradients` returns, and the gradient of the first state; overrides as in `forward.run`."""
+    """What `gradients` returns, and the gradient of the first state; overrides as in `forward.run`.
+
+    before, here: the forward pass and the gradients, their problems and inputs. The forward pass keeps its own type of
+    operands, which may have more digits: what it leaves is rounded where it is used.
+    """
+    (forward, inputs), (problem, _) = before, here
     known = {n.removeprefix(PREPARED): x for n, x in saved.items() if n.startswith(PREPARED)}
-    known = {n: x if n == "gamma" else x.astype(problem.numbers.dtype) for n, x in known.items()}
-    prepared = prepare(problem, rule, inputs, workers, interpret, processors, known)
+    prepared = prepare(forward, rule, inputs, workers, interpret, processors, known)
     count = stretches(problem) if count is None else count
     count = saved[START].shape[2] if START in saved else count
-    given = {**inputs, "d_out": d_out}
-    dtypes = {n: x.dtype for n, x in given.items()}
     moves, kept = saved.get(MOVES), saved
     if U not in saved:
         # Forward again, for U and the states.
-        chosen = layout or states.choose(problem, rule, dtypes, count)
+        chosen = layout or states.choose(forward, rule, {n: x.dtype for n, x in inputs.items()}, count)
         assert chosen is not None, "`unsupported` has looked for room"
         how = Scan(count, *chosen, keep=True, outputs=False)
         start = saved.get(START)
         if start is None:
-            start, moves = starts(problem, rule, how, prepared, inputs, state, interpret)
-        made = states.scan(problem, rule, how, prepared, inputs, start, interpret)
+            start, moves = starts(forward, rule, how, prepared, inputs, state, interpret)
+        made = states.scan(forward, rule, how, prepared, inputs, start, interpret)
         kept = {U: made["kept_u"], STATES: made["kept_states"]}
     # Then back.
+    inputs = here[1]
+    given = {**inputs, "d_out": d_out}
+    dtypes = {n: x.dtype for n, x in given.items()}
     chosen = layout or states.choose(problem, rule, dtypes, count, reverse=True)
     assert chosen is not None, "`unsupported` has looked for room"
     how = Scan(count, *chosen, reverse=True)

@@ -128,7 +128,7 @@ class ChannelGradients(Gradients):
         second = jnp.bitwise_and(self.numbered()[0], half) != 0
         between, partners = level_columns(r, half)
         decay = jnp.exp2(self.exponents(between, logs))
-        memory = self.state_places()[0]
+        memory = self.level_memory()
         self.level_tiles(piece, decay, second, memory)
         sync()
         d_k, *d_x = sums
@@ -174,7 +174,7 @@ class ChannelGradients(Gradients):
         between, lower, upper, sign = diagonal_columns(r)
         exponent = self.exponents(between, logs, sign)
         left, right = jnp.exp2(exponent), jnp.exp2(-exponent)
-        memory = self.state_places()[0]
+        memory = self.level_memory()
         first, step = self.layout.spare
         of_k = self.pages.operand(first + self.me * step, self.numbers)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

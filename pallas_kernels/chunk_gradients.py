@@ -34,7 +34,7 @@ class Gradients(GradientTiles):
         problem = self.problem
         self.fetch_all()
         plgpu.barrier_wait(self.barriers.values)
-        if problem.masked or self.numbers.parts == 2:
+        if problem.masked or self.numbers.parts == 2 or self.inputs["u"].dtype != self.numbers.dtype:
             self.each(problem.value_pieces, self.values)
             self.meet()
         if problem.erases and self.layout.warpgroups == 2:
@@ -97,10 +97,12 @@ class Gradients(GradientTiles):
             put(self.key(name, piece), x, self.numbers)
 
     def values(self, piece: Any) -> None:
-        """dO as operand."""
-        x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
-        sync()
-        put(self.value("d_out", piece), x, self.numbers)
+        """dO and U as operands."""
+        self.to_operand("u", self.layout.values["u"], piece)
+        if self.problem.masked or self.numbers.parts == 2:
+            x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
+            sync()
+            put(self.value("d_out", piece), x, self.numbers)
 
     def key_gates(self, piece: Any, *outputs: str) -> dict[str, Array]:
         """The gates of some outputs."""

@@ -150,7 +150,7 @@ def forward(
         accurate: products in float32 accuracy (two 16-bit parts for every number) instead of 16-bit operands with
             float32 sums; by default for float32 inputs.
         save: "states": also return the state before each chunk of 64 tokens. "recompute", "keep": what `backward` makes
-            use of, little or all; with "keep" the operands are bfloat16, as gradients need them.
+            use of, little or all.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
         overrides: for tests; see `run`.
     Raises:
@@ -172,11 +172,10 @@ def forward(
     if reason is not None:
         raise NotImplementedError(reason)
     rule = tiled(function, axes, q, v)
-    keep = save == "keep"
-    options |= {"accurate": bool(accurate), "interpret": interpret is not None, "gradients": keep}
+    options |= {"accurate": bool(accurate), "interpret": interpret is not None}
     problem = make_problem(rule, q, v, scale=scale, **options)
     tensors = {"q": q, "k": k, "v": v, **gates}
-    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()}, gradients=keep)
+    landing = landing_dtypes(problem, rule, {n: x.dtype for n, x in tensors.items()})
     tensors = {n: x.astype(landing[n]) for n, x in tensors.items()}
     inputs = make_inputs(problem, rule, function, tensors, valid, reset)
     padded = jnp.pad(

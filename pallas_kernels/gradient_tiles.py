@@ -14,7 +14,7 @@ from pallas_kernels.problem import Problem
 from pallas_kernels.pull_back import pull_back
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.scores import SCALE
-from pallas_kernels.tiles import COL, ROW, C, Numbers, cols, product, put, rows, sync, transposed, vector
+from pallas_kernels.tiles import COL, ROW, C, Numbers, cols, product, put, rows, sync, take, transposed, vector
 from pallas_kernels.tokens import Tokens
 
 ONES = {jnp.bfloat16: 1.0, jnp.float16: 1.0 / SCALE}
@@ -84,6 +84,17 @@ class GradientTiles(Tokens):
         first, step = places[name]
         return self.pages.tile(first + index * step, self.inputs[name].dtype)
 
+    def landing(self, name: str, place: tuple[Any, int], index: Any) -> Any:
+        """Where what the scans left lands, part by part: the forward pass may leave another type than the operands."""
+        if self.numbers.parts == 2:
+            return self.operand(place, index)
+        return (self.pages.tile(place[0] + index * place[1], self.inputs[name].dtype),)
+
+    def to_operand(self, name: str, place: tuple[Any, int], index: Any) -> None:
+        """In the same place."""
+        if self.inputs[name].dtype != self.numbers.dtype:
+            put(self.operand(place, index), take(self.landing(name, place, index)), self.numbers)
+
     def ones(self, columns: tuple[Any, ...], dtype: Any) -> Array:
         """A matrix with `ONES` of its type in some columns of each row, from the first to the last of two that are
         vectors or numbers, and 0 in the others.
@@ -146,7 +157,8 @@ class GradientTiles(Tokens):
         for piece in range(problem.value_pieces):
             self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, landing)
             for name in ("u", "d_z"):
-                for source, ref in zip(self.kept(name, piece), self.value(name, piece), strict=True):
+                refs = self.landing(name, self.layout.values[name], piece)
+                for source, ref in zip(self.kept(name, piece), refs, strict=True):
                     plgpu.copy_gmem_to_smem(source, ref, landing)
         for name in self.places:
             for piece in range(problem.key_pieces):
@@ -157,28 +169,37 @@ class GradientTiles(Tokens):
         for name in self.layout.late:
             self.fetch(name, self.landing_tile(self.layout.late, name, self.me), piece, self.barriers.late.at[self.me])
 
-    def state_places(self) -> list[tuple[Any, Any]]:
+    def state_places(self) -> list[tuple[tuple[Any, int], tuple[Any, int]]]:
         """Where S and D land, in turn."""
         layout = self.layout
-        places = [(self.operand(layout.state, self.me), self.operand(layout.after, self.me))]
+        places = [(layout.state, layout.after)]
         if not layout.shared_spare and self.numbers.parts == 1:
-            first = layout.spare[0] + self.me * layout.spare[1]
-            places.append((self.pages.operand(first, self.numbers), self.pages.operand(first + 1, self.numbers)))
+            first, step = layout.spare
+            places.append(((first, step), (first + 1, step)))
         return places
+
+    def level_memory(self) -> tuple[Any, Any]:
+        """The same place for two operands."""
+        state, after = self.state_places()[0]
+        return self.operand(state, self.me), self.operand(after, self.me)
 
     def fetch_states(self, key: Any, value: int) -> None:
         """S and D of 64 key and 64 value channels."""
         places = self.state_places()
         slot = value % len(places)
-        for name, operand in zip(("states", "d_states"), places[slot], strict=True):
-            for source, ref in zip(self.state(name, key, value), operand, strict=True):
+        for name, place in zip(("states", "d_states"), places[slot], strict=True):
+            for source, ref in zip(self.state(name, key, value), self.landing(name, place, self.me), strict=True):
                 plgpu.copy_gmem_to_smem(source, ref, self.barriers.states.at[2 * self.me + slot])
 
     def wait_states(self, value: int) -> tuple[Any, Any]:
         places = self.state_places()
         slot = value % len(places)
         plgpu.barrier_wait(self.barriers.states.at[2 * self.me + slot])
-        return places[slot]
+        state, after = places[slot]
+        if self.inputs["states"].dtype != self.numbers.dtype:
+            self.to_operand("states", state, self.me)
+            sync()
+        return self.operand(state, self.me), self.operand(after, self.me)
 
     def add(self, name: str, x: Array) -> None:
         """To the gradient of a gate with one number per head."""

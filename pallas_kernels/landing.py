@@ -12,13 +12,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import ROW, C, put, sync, vector
+from pallas_kernels.tiles import ROW, C, put, sync, take, vector
 from pallas_kernels.tokens import Tokens
 
 
 class Block(NamedTuple):
     """What is fixed when the kernel is built. tiles, values: names of the arrays whose chunks land; landing, vectors:
-    of those with one number for each token, for what lands and for what is computed."""
+    of those with one number for each token, for what lands and for what is computed; others: of tiles from `prepare`
+    that have another type than the operands here."""
 
     problem: Problem
     rule: TiledRule
@@ -28,6 +29,7 @@ class Block(NamedTuple):
     values: list[str]
     landing: list[str]
     vectors: list[str]
+    others: tuple[str, ...] = ()
 
     def lands(self, name: str) -> bool:
         """Whether a shared tile comes as the caller gave it, not from `prepare`."""
@@ -42,7 +44,7 @@ class Block(NamedTuple):
     @property
     def converts(self) -> bool:
         """Whether anything that lands is not yet an operand."""
-        return self.problem.direct or bool(self.values)
+        return self.problem.direct or bool(self.values) or bool(self.others)
 
     @property
     def arrivals(self) -> int:
@@ -122,13 +124,19 @@ class Landing:
                 if self.block.lands(name):
                     tokens.fetch(name, self.shared.tile(page, self.arrays[name].dtype), piece, full)
                     continue
-                for part, ref in enumerate(self.shared.operand(page, self.numbers)):
+                for part, ref in enumerate(self.landing_tile(name, page)):
                     place = (part, self.batch, self.head, tokens.tokens, pl.ds(piece * C, C))
                     plgpu.copy_gmem_to_smem(self.arrays[name].at[place], ref, full)
         for name in self.block.values:
             for other, pages in enumerate(self.each):
                 tile = pages.tile(self.value_page(name, slot), self.arrays[name].dtype)
                 tokens.fetch(name, tile, self.tile + other, full)
+
+    def landing_tile(self, name: str, page: Any) -> Any:
+        """Where a tile from `prepare` lands, part by part."""
+        if name in self.block.others:
+            return (self.shared.tile(page, self.arrays[name].dtype),)
+        return self.shared.operand(page, self.numbers)
 
     def land(self, index: Any, slot: Any, vectors: dict[str, Array]) -> None:
         """Waits for a chunk and makes operands of what landed: q and k, and Z for each warpgroup."""
@@ -149,6 +157,10 @@ class Landing:
             loaded()
             for name, x in made.items():
                 put(self.operand(name, slot, piece), x, self.numbers)
+        for name in self.block.others:
+            for piece in range(self.block.pieces(name)):
+                page = self.page(name, slot, piece)
+                put(self.shared.operand(page, self.numbers), take(self.landing_tile(name, page)), self.numbers)
         for other, pages in enumerate(self.each if self.block.values else ()):
             tiles = {
                 n: tokens.landed(pages.tile(self.value_page(n, slot), self.arrays[n].dtype)) for n in self.block.values

@@ -5,6 +5,7 @@
 with dS the next D. All else about a chunk follows from D, dZ, and the S and U of the forward pass (gradients.py).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from jax import Array
@@ -58,9 +59,15 @@ class Reverse(Steps):
             (d_u,) = products(self.numbers, [*write, *inner])
         if not self.problem.erases:
             return d_u
-        put(x, d_u, self.numbers)
+        parts = x
+        if self.numbers.parts == 1:
+            # Two parts of dU: of all that is rounded on the way to dZ this costs least.
+            parts = (*x, *self.own(self.layout.t))
+        put(parts, d_u, replace(self.numbers, parts=2))
         sync()
-        (d_z,) = products(self.numbers, [(transposed(self.operand("a", slot)), x)])
+        a = transposed(self.operand("a", slot))
+        terms = [(a, x)] if self.numbers.parts == 2 else [(a, (part,)) for part in parts]
+        (d_z,) = products(self.numbers, terms)
         sync()
         return d_z
 

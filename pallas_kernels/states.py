@@ -188,7 +188,8 @@ def scan(
     landed = [given[n].dtype for n in (*tiles, *values)]
     dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landed, *parts)))
     per_stretch = how.chunks(problem)
-    block = Block(problem, rule, layout, how, tiles, values, landing, vectors)
+    others = [n for n in tiles if n in prepared and prepared[n].dtype != numbers.dtype]
+    block = Block(problem, rule, layout, how, tiles, values, landing, vectors, tuple(others))
 
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))
