@@ -40,7 +40,7 @@ from experiments.bench_peer import PEERS, find_shape
 from experiments.device_time import device_time, repeats_for
 from experiments.plot_kernels import summary, table
 from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
-from tests.cases import KERNEL_SHAPES, Shape, gate_shape
+from tests.cases import KERNEL_SHAPES, SHAPES, Shape, gate_shape
 
 HEADS = 2
 """Heads of q and k, of the first sequence, whose error is measured."""
@@ -79,6 +79,7 @@ Store = partial(CellStore, KEY)
 
 def main(bench: Bench) -> dict[str, Any]:
     began = time.perf_counter()
+    check(bench)
     if bench.warm_peer:
         workers = os.cpu_count() or 1
         bench_peer.warm(bench.rules, bench.shapes, bench.dtype, workers, bench.gradients != "no", bench.peers)
@@ -103,6 +104,21 @@ def main(bench: Bench) -> dict[str, Any]:
     print(f"\n{table(store.result)}\n{summary(store.result)}\nstored in {store.path.name}")
     print(f"{left} cells are left: the same command goes on" if left else "nothing is left", flush=True)
     return store.result
+
+
+def check(bench: Bench) -> None:
+    """Before anything is measured.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    labels = tuple(dict.fromkeys(peer.label for of in PEERS.values() for peer in of))
+    shapes, implementations = (*KERNEL_SHAPES, *SHAPES), ("scan", "xla", "mosaic", "peer")
+    known = {"rules": tuple(qd.RULES), "shapes": shapes, "implementations": implementations, "peers": labels}
+    for name, names in known.items():
+        strange = sorted(set(getattr(bench, name)) - set(names))
+        if strange:
+            raise ValueError(f"{name}: got {strange}, want some of {names}")
 
 
 def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from experiments.bench import RESULTS, time_steps
 from experiments.bench import RULES as MAIN_RULES
 from experiments.device_time import cheap_repeats, trace_time
 from experiments.plot_training import summary, table
-from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
+from experiments.store import OUT_OF_MEMORY, CellStore, check_alive, describe, device_file, fingerprint, make_header
 from experiments.training_models import TRANSFORMER, default_family, make_config, step_flops
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.training.config import MeshConfig, OptimizerConfig
@@ -51,7 +51,7 @@ from qdelta_jax.training.data import Batch
 from qdelta_jax.training.optimizer import make_optimizer
 from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 
-KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation")
+KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps")
 """What tells one cell from another; a later measurement of the same replaces it."""
 
 
@@ -126,6 +126,11 @@ def check(bench: Bench) -> None:
     for name, values, known in (("sides", bench.sides, ("ours", "peer")), ("remat", bench.remat, Bench.remat)):
         if not values or set(values) - set(known):
             raise ValueError(f"{name}: got {values}, want some of {known}")
+    for name, x in (("tokens", bench.tokens), ("steps", bench.steps), ("peak", bench.peak)):
+        if not x > 0:
+            raise ValueError(f"{name}: got {x}, want a number above 0")
+    if TRANSFORMER in bench.models and set(bench.remat) == {"delta_rule_states"}:
+        raise ValueError(f"remat: got {bench.remat}, want one that a {TRANSFORMER} has, too")
     for length in bench.lengths:
         if length < 1 or bench.tokens % length:
             raise ValueError(f"lengths: got {length}, want a divisor of tokens = {bench.tokens}")
@@ -163,6 +168,7 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         "tokens": bench.tokens,
         "policies": policies,
         "packed": bench.packed and side == "ours",
+        "steps": bench.steps,
         "implementation": None if side == "peer" or model == TRANSFORMER else bench.implementation,
         "date": time.strftime("%Y-%m-%d"),
         "versions": bench_training_peer.versions() if side == "peer" else jax_versions(),
@@ -200,7 +206,7 @@ def measure(cell: dict[str, Any], begin: str | None, bench: Bench) -> dict[str, 
             return {**cell, "remat": policy, "error": failure}
         cell["too_large"].append(policy)
     # At the next length only the last policy is tried.
-    return {**cell, "remat": policies[-1], "error": "out of memory"}
+    return {**cell, "remat": policies[-1], "error": OUT_OF_MEMORY}
 
 
 def is_out_of_memory(error: Exception) -> bool:

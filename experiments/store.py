@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+OUT_OF_MEMORY = "out of memory"
+"""The one error that is a result: the same command would end in it again."""
+
 
 class CellStore:
     """Cells in one JSON file, which is replaced as a whole after each of them.
@@ -25,9 +28,10 @@ class CellStore:
         self.key, self.path, self.result, self.again = key, path, {**header, "cells": stored}, again
 
     def has(self, cell: dict[str, Any]) -> bool:
-        """Whether this cell is there, measured with the same versions."""
+        """Whether this cell is there, measured with the same versions; one that failed is not."""
         wanted = (*self.key, "versions")
-        return not self.again and any(all(x[n] == cell[n] for n in wanted) for x in self.result["cells"])
+        done = [x for x in self.result["cells"] if x.get("error") in (None, OUT_OF_MEMORY) and "both_error" not in x]
+        return not self.again and any(all(x.get(n) == cell[n] for n in wanted) for x in done)
 
     def put(self, cell: dict[str, Any]) -> None:
         others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in self.key)]

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels import states
@@ -37,8 +38,13 @@ def make_problem(
     interpret: bool,
     gradients: bool = False,
 ) -> Problem:
-    """Sizes as the kernels see them: K and V multiples of 64. gradients: of any size, for which bfloat16 has the range;
-    so do the operands of a forward pass that are kept for them."""
+    """Sizes as the kernels see them: K and V multiples of 64. gradients: may have any size.
+
+    Raises:
+        ValueError: scale is not a number that is known when the kernels are built.
+    """
+    if not isinstance(scale, int | float | np.number):
+        raise ValueError(f"scale: got {type(scale).__name__}, want a number that is known when the kernel is built")
     erases = "e" not in rule.absent
     # Keys of unit norm keep what the delta rules multiply small, and float16 has three bits more; a memory that only
     # adds up may grow past float16's range. Two parts have the digits, and bfloat16 the range of float32.
@@ -135,6 +141,9 @@ def check_arrays(
             wanted = " or ".join(map(str, shapes))
             raise ValueError(f"{name}: got {got}, want shape {wanted} and dtype {getattr(kind, '__name__', kind)}")
 
+    for name, given in (("axes", axes), ("gates", gates)):
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name}: got {type(given).__name__}, want a mapping from names of gates")
     for name, x in (("q", q), ("v", v)):
         if getattr(x, "ndim", None) != 4 or 0 in x.shape:
             raise ValueError(f"{name}: got shape {getattr(x, 'shape', None)}, want four axes, none of them empty")

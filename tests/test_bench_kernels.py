@@ -1,6 +1,7 @@
 """The kernel benchmark counts bytes, measures errors, resumes and makes tables as it says."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -136,6 +137,23 @@ def test_store_keeps_the_file_whole(tmp_path):
     assert store.has({**cell, "versions": {"jax": "2"}})
     assert not store.has(cell)
     assert [x.name for x in store.path.parent.iterdir()] == ["kernels.json"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "done"),
+    [({"error": "XlaRuntimeError: .."}, False), ({"both_error": ".."}, False), ({"error": "out of memory"}, True)],
+)
+def test_what_failed_is_tried_again(tmp_path, failure, done):
+    store = Store(tmp_path / "kernels.json", {}, again=False)
+    cell = {**CELL, "versions": {"jax": "1"}}
+    store.put({**cell, **failure})
+    assert store.has(cell) == done
+
+
+def test_names_are_checked(tmp_path):
+    for name in ("rules", "shapes", "implementations", "peers"):
+        with pytest.raises(ValueError, match=rf"{name}: got \['foo'\]"):
+            bench_kernels.main(replace(Bench(out=str(tmp_path)), **{name: ("foo",)}))
 
 
 STORED = {

@@ -207,6 +207,11 @@ def test_arguments_are_checked():
         run(x["initial_state"], None, None, x["v"][:, :-1], x["initial_state"], scale=1.0)
     with pytest.raises(ValueError, match="d_end: got shape None"):
         run(x["initial_state"], None, None, x["v"], None, scale=1.0)
+    with pytest.raises(ValueError, match="scale: got NoneType"):
+        run(x["initial_state"], None, None, x["v"], x["initial_state"], scale=None)
+    for axes, gates, name in ((None, x["gates"], "axes"), ({"beta": "head"}, None, "gates")):
+        with pytest.raises(ValueError, match=f"{name}: got NoneType, want a mapping"):
+            pallas_kernels.supports(rule.function, axes, x["q"], x["k"], x["v"], gates)
 
 
 def test_tiles_on_their_way_out_lie_apart():
