@@ -14,11 +14,12 @@ LIBRARY = Path(qdelta_jax.__file__).parent
 
 FLOORS = [
     {"pallas_kernels"},
-    {"rules", "recurrence", "checks", "segments", "normalize"},
+    {"rules", "recurrence", "checks", "segments", "normalize", "tasks"},
     {"chunked"},
     {"delta_rule"},
-    {"dynamics", "layers"},
+    {"layers"},
     {"models"},
+    {"dynamics"},
     {"training", "interop", "data"},
     {"experiments"},
 ]

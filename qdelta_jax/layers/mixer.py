@@ -26,7 +26,7 @@ from qdelta_jax.layers.norms import GatedRMSNorm, RMSNorm
 from qdelta_jax.normalize import l2_normalize
 from qdelta_jax.rules import Rule, get_rule
 
-__all__ = ["Mixer", "MixerCache", "MixerConfig"]
+__all__ = ["Mixer", "MixerCache", "MixerConfig", "MixerInputs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,18 @@ class MixerCache(NamedTuple):
 
     state: Array
     convolutions: tuple[Array, ...]
+
+
+class MixerInputs(NamedTuple):
+    """What a Mixer gives to `qdelta_jax.delta_rule`.
+
+    q, k: [B, T, H, K].  v: [B, T, HV, V].  gates: those of the rule, by name.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    gates: dict[str, Array]
 
 
 class Mixer(nnx.Module):
@@ -193,40 +205,15 @@ class Mixer(nnx.Module):
         Raises:
             ValueError: an argument has another shape or dtype, or the cache is another layer's or batch size's.
         """
-        check_hidden(x, self.config.width)
-        check_along(x.shape[:2], segment_ids, positions)
+        x = self._checked(x, segment_ids, positions)
         batch, length, _ = x.shape
-        config, sizes = self.config, self.config.sizes
         if cache is not None and len(cache.convolutions) != len(self.convolutions):
             got, want = len(cache.convolutions), len(self.convolutions)
             raise ValueError(f"cache: got {got} convolution states, want {want} as from init_cache")
         if cache is not None:
             check_cache_batch(cache.state.shape[0], batch)
-        if segment_ids is not None:
-            x = jnp.where((segment_ids != 0)[:, :, None], x, 0)
-
-        convolved: list[Array] = []
-        kept: list[Any] = []
-        before = (None,) * 3 if cache is None else cache.convolutions
-        for i, (name, project) in enumerate((("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj))):
-            y = project(x)
-            if config.conv_width:
-                y, after = self.convolutions[name](y, segment_ids=segment_ids, cache=before[i])
-                kept.append(after)
-            else:
-                y = jax.nn.silu(y)
-            heads = sizes.value_heads if name == "v" else sizes.heads
-            convolved.append(y.reshape(batch, length, heads, -1))
-        q, k, v = convolved
-
-        rule = get_rule(config.rule)
-        if rule.normalize:
-            q, k = l2_normalize(q, config.normalize_eps), l2_normalize(k, config.normalize_eps)
-        gates, value_scale = self.gates(x)
-        if value_scale is not None:
-            value_scale = value_scale.reshape(*value_scale.shape[:3], -1)
-            v = (v.astype(value_scale.dtype) * value_scale).astype(v.dtype)
-        out, state = self._recurrence(q, k, v, gates, segment_ids, None if cache is None else cache.state)
+        inputs, kept = self._project(x, segment_ids, None if cache is None else cache.convolutions)
+        out, state = self._recurrence(inputs, segment_ids, None if cache is None else cache.state)
 
         if self.gate_proj is None:
             out = self.norm(out)
@@ -236,18 +223,54 @@ class Mixer(nnx.Module):
         y = self.out_proj(out.reshape(batch, length, -1))
         if segment_ids is not None:
             y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
-        return y, None if cache is None else MixerCache(state, tuple(kept))
+        return y, None if cache is None else MixerCache(state, kept)
 
-    def _recurrence(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        gates: dict[str, Array],
-        segment_ids: Array | None,
-        state: Array | None,
-    ) -> tuple[Array, Array]:
-        config = self.config
+    def project(self, x: Any, *, segment_ids: Any = None) -> MixerInputs:
+        """q, k, v = silu(conv(x W)), normalised where the rule says so, and gates(x): what the recurrence takes.
+
+        Args:
+            x, segment_ids: as in a call without a cache.
+        Raises:
+            ValueError: an argument has another shape or dtype.
+        """
+        return self._project(self._checked(x, segment_ids, None), segment_ids, None)[0]
+
+    def _checked(self, x: Any, segment_ids: Any, positions: Any) -> Any:
+        """x with zeros in its padding."""
+        check_hidden(x, self.config.width)
+        check_along(x.shape[:2], segment_ids, positions)
+        return x if segment_ids is None else jnp.where((segment_ids != 0)[:, :, None], x, 0)
+
+    def _project(
+        self, x: Any, segment_ids: Any, convolutions: tuple[Array, ...] | None
+    ) -> tuple[MixerInputs, tuple[Any, ...]]:
+        """The inputs of the recurrence, and the convolutions' states behind them."""
+        config, sizes = self.config, self.config.sizes
+        convolved: list[Array] = []
+        kept: list[Any] = []
+        before = (None,) * 3 if convolutions is None else convolutions
+        for i, (name, project) in enumerate((("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj))):
+            y = project(x)
+            if config.conv_width:
+                y, after = self.convolutions[name](y, segment_ids=segment_ids, cache=before[i])
+                kept.append(after)
+            else:
+                y = jax.nn.silu(y)
+            heads = sizes.value_heads if name == "v" else sizes.heads
+            convolved.append(y.reshape(*x.shape[:2], heads, -1))
+        q, k, v = convolved
+
+        rule = get_rule(config.rule)
+        if rule.normalize:
+            q, k = l2_normalize(q, config.normalize_eps), l2_normalize(k, config.normalize_eps)
+        gates, value_scale = self.gates(x)
+        if value_scale is not None:
+            value_scale = value_scale.reshape(*value_scale.shape[:3], -1)
+            v = (v.astype(value_scale.dtype) * value_scale).astype(v.dtype)
+        return MixerInputs(q, k, v, gates), tuple(kept)
+
+    def _recurrence(self, inputs: MixerInputs, segment_ids: Any, state: Array | None) -> tuple[Array, Array]:
+        config, (q, k, v, gates) = self.config, inputs
         if q.shape[1] == 1 and state is not None:
             q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
             mask = None if segment_ids is None else segment_ids[:, 0] != 0

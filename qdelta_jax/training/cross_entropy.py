@@ -26,7 +26,7 @@ def summed_cross_entropy(
     axis: int = 0,
     chunk: int | None = None,
 ) -> Float[Array, ""]:
-    """sum over counted tokens t of log(sum_v exp(x_t W_v)) - x_t W_target(t).
+    """sum over counted tokens t of w_t (log(sum_v exp(x_t W_v)) - x_t W_target(t)), w_t = 1 unless weights are given.
 
     Logits are products in the dtype of x, summed in float32, and exist for one chunk of tokens at a time. A
     gradient is made in the same pass, while a chunk's logits are there: the sum's derivative by the logits,
@@ -39,7 +39,7 @@ def summed_cross_entropy(
         kernel: W [width, vocab], or [vocab, width] with `axis` 1 (an embedding).
         targets: integers [B, T] within 0 .. vocab - 1; a counted token with another makes the loss NaN.
         counted: booleans [B, T]; where False (padding) a token adds nothing and gets no gradient, whatever its
-            features are.
+            features are. Or floating weights w [B, T], of which 0 is False; constants, with a gradient of 0.
         axis: of the kernel, the one that the features meet.
         chunk: tokens of a chunk on each device, at most; by default as many as have `CHUNK_LOGITS` logits. It
             changes memory, not the loss.
@@ -55,9 +55,9 @@ def summed_cross_entropy(
     """
     if axis not in (0, 1) or kernel.ndim != 2 or kernel.shape[axis] != x.shape[-1]:
         raise ValueError(f"kernel: got shape {kernel.shape}, want width {x.shape[-1]} along its axis {axis} of 2")
-    kinds: dict[str, Any] = {"integer": jnp.integer, "bool": jnp.bool_}
-    for name, value, kind in (("targets", targets, "integer"), ("counted", counted, "bool")):
-        if value.shape != x.shape[:2] or not jnp.issubdtype(value.dtype, kinds[kind]):
+    kinds: dict[str, tuple] = {"integer": (jnp.integer,), "bool or floating": (jnp.bool_, jnp.floating)}
+    for name, value, kind in (("targets", targets, "integer"), ("counted", counted, "bool or floating")):
+        if value.shape != x.shape[:2] or not any(jnp.issubdtype(value.dtype, k) for k in kinds[kind]):
             raise ValueError(f"{name}: got {value.dtype} {value.shape}, want {kind} [B,T] = {x.shape[:2]}")
     if 0 in (*x.shape, *kernel.shape):
         raise ValueError(f"x, kernel: got shapes {x.shape} and {kernel.shape}, want no axis of length 0")
@@ -65,6 +65,8 @@ def summed_cross_entropy(
         raise ValueError(f"chunk: got {chunk}, want at least 1 token")
     # A narrow type could not count the vocabulary.
     targets = targets.astype(jnp.int32)
+    if counted.dtype != jnp.bool_:
+        counted = jnp.asarray(counted, wider(x.dtype, jnp.float32))
     return _sum(x, kernel, targets, counted, axis, chunk or max(1, CHUNK_LOGITS // kernel.shape[1 - axis]))
 
 
@@ -97,7 +99,7 @@ def _forward(x: Array, kernel: Array, targets: Array, counted: Array, axis: int,
     start = constrain(jnp.zeros((items[0].shape[1], *kernel.shape), wide), local)
     total, (losses, back) = lax.scan(one, start, items, unroll=len(items[0]) == 1)
     # `where` and not a product: weights that are not finite stay out of padding too.
-    slope_x = jnp.where(counted[:, :, None], _join(back, x.shape), 0)
+    slope_x = jnp.where(counted.astype(jnp.bool_)[:, :, None], _join(back, x.shape), 0)
     return jnp.sum(losses), (slope_x, constrain(jnp.sum(total, axis=0), names).astype(kernel.dtype))
 
 
@@ -116,18 +118,22 @@ def _losses(
 
     The two last have the dtype of x and are zero where tokens are not counted.
     """
+    weights = None if counted.dtype == jnp.bool_ else counted
+    counted = counted.astype(jnp.bool_)
     x = jnp.where(counted[..., None], x, 0)
     logits = product(x, weight, axis=axis, out_dtype=wider(x.dtype, jnp.float32))
     logits = constrain(logits, ("batch", None, "vocab"))
     norm = jax.nn.logsumexp(logits, axis=-1)
     losses = norm - jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
     known = (targets >= 0) & (targets < logits.shape[-1])
-    losses = jnp.where(counted, jnp.where(known, losses, jnp.nan), 0)
+    losses = jnp.where(known, losses, jnp.nan)
+    losses = jnp.where(counted, losses if weights is None else weights * losses, 0)
     if not gradient:
         return losses, losses, x
     # A comparison and not a scatter: it is part of one elementwise pass.
     hit = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     slope = jnp.exp(logits - norm[..., None]) - hit.astype(logits.dtype)
+    slope = slope if weights is None else weights[..., None] * slope
     return losses, jnp.where(counted[..., None], slope, 0).astype(x.dtype), x
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grain
+import jax
 import numpy as np
 
 from qdelta_jax.training.documents import Documents
@@ -21,11 +22,16 @@ BINS = 64
 
 
 class Batch(NamedTuple):
-    """[B, T] int32, NumPy or JAX: inputs, what they predict, and their segments (0: padding, no loss)."""
+    """[B, T] int32, NumPy or JAX: inputs, what they predict, and their segments (0: padding, no loss).
+
+    weights: [B, T] bool (which targets count) or floating, at least 0 (how much each counts); None: all count
+        alike. Padding never counts, whatever its weight.
+    """
 
     tokens: Any
     targets: Any
     segment_ids: Any
+    weights: Any = None
 
 
 class Pieces:
@@ -118,7 +124,7 @@ def held_out_batches(
     table += [Batch(*np.zeros((3, length), np.int32))] * (total - len(table))
     mine = table[index::count]
     for start in range(0, len(mine), rows):
-        yield Batch(*(np.stack(parts) for parts in zip(*mine[start : start + rows], strict=True)))
+        yield jax.tree.map(lambda *parts: np.stack(parts), *mine[start : start + rows])
 
 
 def _rows(documents: Documents, length: int) -> Iterator[Batch]:

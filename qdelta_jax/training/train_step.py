@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from qdelta_jax.checks import check_count
 from qdelta_jax.layers.partitioning import shardings
 from qdelta_jax.models.language_model import LanguageModel
 from qdelta_jax.training.config import MeshConfig
@@ -37,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """loss: nats per token of the batch. gradient_norm: before clipping. tokens: predicted ones."""
+    """loss: nats per token of the batch. gradient_norm: before clipping. tokens: predicted ones, or their weight."""
 
     loss: Array
     gradient_norm: Array
@@ -74,7 +75,8 @@ def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
     if rows % mesh.size:
         raise ValueError(f"data.batch_size: got {rows}, want a multiple of the {mesh.size} devices")
     sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    return Batch(*(jax.make_array_from_process_local_data(sharding, np.ascontiguousarray(x)) for x in batch))
+    # A batch without weights has none afterwards.
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.ascontiguousarray(x)), batch)
 
 
 class Learner:
@@ -94,6 +96,9 @@ class Learner:
     init(seed) -> TrainState, update(state, batch) -> (TrainState, Metrics), which donates the state that it
     is given, and evaluate(state, batch) -> (summed loss, tokens) are compiled; use them inside
     `jax.set_mesh(mesh)`.
+
+    Raises:
+        ValueError: accumulation or loss_chunk is not an integer of at least 1.
     """
 
     graph: Any
@@ -106,6 +111,8 @@ class Learner:
         accumulation: int = 1,
         loss_chunk: int | None = None,
     ):
+        for name, x in (("accumulation", accumulation), ("loss_chunk", 1 if loss_chunk is None else loss_chunk)):
+            check_count(name, x)
         self.build, self.optimizer, self.mesh = build, optimizer, mesh
         self.accumulation, self.loss_chunk = accumulation, loss_chunk
         self.graph, params, constants = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param, ...)  # type: ignore[misc]
@@ -144,22 +151,23 @@ class Learner:
         return nnx.merge(self.graph, state.params, state.constants)
 
     def _sum_loss(self, params: Any, constants: Any, batch: Batch) -> tuple[Array, Array]:
-        """(sum over predicted tokens of -log p(target), their number), both float32."""
+        """(sum over predicted tokens of -w log p(target), sum of w), both float32; w = 1 without `batch.weights`."""
         model = nnx.merge(self.graph, params, constants)
-        predicted = batch.segment_ids != 0
-        tokens = jnp.sum(predicted, dtype=jnp.float32)
+        counted = _counted(batch)
+        tokens = jnp.sum(counted, dtype=jnp.float32)
         readout = model.readout() if isinstance(model, LanguageModel) else None
         if readout is None:
             logits = model(batch.tokens, segment_ids=batch.segment_ids)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch.targets)
-            return jnp.sum(jnp.where(predicted, losses, 0)), tokens
+            weighted = losses if counted.dtype == jnp.bool_ else losses * counted
+            return jnp.sum(jnp.where(counted.astype(jnp.bool_), weighted, 0)), tokens
         kernel, axis = readout
         x, _ = model.features(batch.tokens, segment_ids=batch.segment_ids)
-        loss = summed_cross_entropy(x, kernel, batch.targets, predicted, axis=axis, chunk=self.loss_chunk)
+        loss = summed_cross_entropy(x, kernel, batch.targets, counted, axis=axis, chunk=self.loss_chunk)
         return loss.astype(jnp.float32), tokens
 
     def gradient(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
-        """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens."""
+        """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens (or weights)."""
         value_and_grad = jax.value_and_grad(self._sum_loss, has_aux=True)
         if self.accumulation == 1:
             (loss, tokens), grads = value_and_grad(state.params, state.constants, batch)
@@ -174,7 +182,8 @@ class Learner:
             zero = jnp.zeros((), jnp.float32)
             start = (zero, zero, jax.tree.map(jnp.zeros_like, state.params))
             (loss, tokens, grads), _ = lax.scan(add, start, parts)
-        tokens_or_one = jnp.maximum(tokens, 1)
+        # Weights may add up to less than one token.
+        tokens_or_one = jnp.where(tokens > 0, tokens, 1)
         grads = jax.tree.map(lambda g: g / tokens_or_one.astype(g.dtype), grads)
         return loss / tokens_or_one, grads, tokens
 
@@ -193,3 +202,22 @@ class Learner:
         in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1).astype(jnp.int32)
         new = TrainState(params, state.constants, opt_state, state.step + 1, state.skipped + left_out, in_a_row)
         return new, Metrics(loss, norm, tokens, new.skipped, new.skipped_in_a_row)
+
+
+def _counted(batch: Batch) -> Array:
+    """Which targets count, [B, T] bool, or how much, float32: never those of padding.
+
+    Raises:
+        ValueError: weights of another shape or type.
+    """
+    predicted, weights = batch.segment_ids != 0, batch.weights
+    if weights is None:
+        return predicted
+    kinds = (jnp.bool_, jnp.floating)
+    if weights.shape != batch.tokens.shape or not any(jnp.issubdtype(weights.dtype, kind) for kind in kinds):
+        raise ValueError(
+            f"weights: got {weights.dtype} {weights.shape}, want bool or floating [B,T] = {batch.tokens.shape}"
+        )
+    if weights.dtype == jnp.bool_:
+        return predicted & weights
+    return jnp.where(predicted, weights.astype(jnp.float32), 0)
