@@ -64,14 +64,15 @@ def delta_rule(
             non-zero id clears the state; the first one continues `initial_state`; the same id after padding continues.
         chunk_size: tokens solved at once; rounded up to a power of two. Changes rounding only. "mosaic" always takes
             64.
-        implementation: "scan" (one token at a time), "xla" (chunked), "mosaic" (kernels for a Hopper GPU, whose
-            gradient is computed like that of "xla") or None: the fastest that can run (`resolve_implementation`
-            tells). A name that cannot run is an error, never another implementation.
+        implementation: "scan" (one token at a time), "xla" (chunked), "mosaic" (kernels for a Hopper GPU; their
+            gradient goes through "xla" where the kernels for it do not fit) or None: the fastest that can run
+            (`resolve_implementation` tells). A name that cannot run is an error, never another implementation.
         precision: of matrix products; None means HIGHEST for float32 and float64 inputs and the platform's
             default for half precision inputs, whose products accumulate in float32 in any case. "mosaic" multiplies
             in float32 accuracy where this says HIGHEST (or HIGH, for float32 inputs), else 16-bit numbers.
         residuals: "recompute" saves the inputs and the states between chunks for the gradient, "keep" also what
-            the chunks computed on the way: faster, more memory. "mosaic" has nothing more to keep yet.
+            the chunks computed on the way: faster, more memory. Of "mosaic": the inputs, the states between parts of a
+            long sequence, scores and inverses (less than the states between chunks), and with "keep" these states, too.
         validate: add `checkify` checks (positive log_decay, NaN, keys that should have unit norm); the caller
             then wraps the function in `checkify.checkify`, inside the gradient if there is one. A tool for
             looking for faults: the gradient takes more memory, and there is none with "mosaic".

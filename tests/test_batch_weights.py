@@ -67,34 +67,25 @@ def test_weighted_readout(axis, x64):
 @BUILDS
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_terms_left_out_by_hand(build, accumulation):
-    """Of booleans: the same batch with the others as padding's targets. Of numbers: the gradient is linear in them."""
+    """Booleans count targets. Of numbers, loss and gradient are the weighted means of those of single targets."""
     batch, weights = drawn()
     get = partial(results, build, accumulation=accumulation)
     counted = weights != 0
     (loss, _, tokens), (total, number) = get(batch._replace(weights=counted))
     assert tokens == number == np.sum(counted & (batch.segment_ids != 0))
     assert loss == pytest.approx(total / number, rel=FLOAT32)
-    # One target at a time, and their sum.
-    places = list(zip(*np.nonzero(counted & (batch.segment_ids != 0)), strict=True))
-    one = np.zeros_like(weights)
-    parts = []
-    for place in places[:3]:
-        one[:] = 0
-        one[place] = 1
-        parts.append(get(batch._replace(weights=one)))
-        assert parts[-1][0][2] == 1
-    three = np.zeros_like(weights)
-    factors = (0.25, 0.05, 0.1)
-    for place, factor in zip(places[:3], factors, strict=True):
-        three[place] = factor
-    (mean, slope, sum_of), _ = get(batch._replace(weights=three))
-    assert sum_of == pytest.approx(0.4)
-    want = [sum(f * part[0][i] for f, part in zip(factors, parts, strict=True)) / 0.4 for i in (0,)]
-    assert_close(mean, want[0], FLOAT32)
-    expected = jax.tree.map(
-        lambda *g: sum(f * x for f, x in zip(factors, g, strict=True)) / 0.4, *(p[0][1] for p in parts)
-    )
-    assert_close(slope, expected, 10 * FLOAT32)
+    places = list(zip(*np.nonzero(counted & (batch.segment_ids != 0)), strict=True))[:3]
+    # Together less than one target.
+    factors = np.asarray([0.25, 0.05, 0.1], np.float32)
+    single, together = np.zeros((3, *weights.shape), np.float32), np.zeros_like(weights)
+    for i, place in enumerate(places):
+        single[(i, *place)], together[place] = 1, factors[i]
+    parts = [get(batch._replace(weights=one))[0] for one in single]
+    assert [part[2] for part in parts] == [1, 1, 1]
+    want = jax.tree.map(lambda *x: sum(f * y for f, y in zip(factors, x, strict=True)) / 0.4, *(p[:2] for p in parts))
+    (loss, slope, tokens), _ = get(batch._replace(weights=together))
+    assert tokens == pytest.approx(0.4)
+    assert_close((loss, slope), want, 10 * FLOAT32)
 
 
 @BUILDS

@@ -11,7 +11,9 @@ import pytest
 from qdelta_jax.tasks import (
     DEPTHS,
     NEEDLE_TASKS,
+    NeedleSample,
     NeedleTask,
+    needle_examples,
     needle_samples,
 )
 from qdelta_jax.tasks.words import ADJECTIVES, NOUNS
@@ -234,3 +236,15 @@ def test_a_task_of_ones_own():
     lines = parts(sample).split("\n")
     assert len([x for x in lines if NEEDLE.fullmatch(x)]) == 40
     assert sample.key in lines[-1]
+
+
+def test_a_tokenizer_that_makes_no_more_of_more_text_is_refused():
+    rare = (lambda text: [1] * (text.count("magic") * 3 + 1) if text else [], str)
+    with pytest.raises(ValueError, match="tokenizer: got no more than"):
+        needle_samples("s_niah_2", 1, length=700, seed=0, tokenizer=rare, text="abc def")
+
+
+def test_an_empty_prompt_is_refused():
+    tokenizer = (lambda text: [ord(x) for x in text], str)
+    with pytest.raises(ValueError, match="got no tokens for the prompt or the answer of sample 0"):
+        needle_examples([NeedleSample("", "ab", "k", 0)], length=5, tokenizer=tokenizer)

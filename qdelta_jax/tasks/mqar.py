@@ -57,7 +57,7 @@ def mqar(
         raise ValueError(f"length: got {length}, want an even number of at least 4 * pairs = {4 * pairs}")
     if check_count("vocab_size", vocab_size) <= length:
         raise ValueError(f"vocab_size: got {vocab_size}, want more than length = {length}")
-    if not isinstance(power, int | float) or not 0 < power < math.inf:
+    if isinstance(power, bool) or not isinstance(power, int | float | np.number) or not 0 < power < math.inf:
         raise ValueError(f"power: got {power!r}, want a finite number above 0")
     if filler not in FILLERS:
         raise ValueError(f"filler: got {filler!r}, want one of {FILLERS}")

@@ -36,6 +36,8 @@ PROMPT = (
 )
 UNITS_WEIGHED = 1000
 TRIES = 12
+UNITS_A_TOKEN = 64
+"""Words of a haystack that a tokenizer makes a token of, at most: what makes no more of more words has no largest."""
 SAMPLES, DOCUMENTS = 0, 1
 
 
@@ -155,6 +157,8 @@ def needle_examples(samples: Sequence[NeedleSample], *, length: int, tokenizer: 
     mask = np.zeros(inputs.shape, np.bool_)
     for row, sample in enumerate(samples):
         prompt, answer = codec.encode(sample.prompt), codec.encode(" " + sample.answer)
+        if not len(prompt) or not len(answer):
+            raise ValueError(f"samples: got no tokens for the prompt or the answer of sample {row}, want some of each")
         ids = np.concatenate([prompt, answer])
         size = len(ids) - 1
         if size > length:
@@ -255,6 +259,10 @@ def _largest(tokens: Callable[[int], int], room: int, per_unit: float) -> int:
         guess = low + max(1, int((room - low_count) / per_unit))
         if high is not None:
             guess = (low + high) // 2 if tries > TRIES else min(guess, high - 1)
+        if guess > UNITS_A_TOKEN * (room + 1):
+            raise ValueError(
+                f"tokenizer: got no more than {low_count} tokens for {low} words or lines, want more for more"
+            )
         count = tokens(guess)
         tries += 1
         if count <= room:

@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     """[B, T] int32, NumPy or JAX: inputs, what they predict, and their segments (0: padding, no loss).
 
     weights: [B, T] bool (which targets count) or floating, at least 0 (how much each counts); None: all count
-        alike. Padding never counts, whatever its weight.
+        alike. Padding never counts, whatever its weight. That they are not negative is not checked.
     """
 
     tokens: Any
