@@ -1,0 +1,300 @@
+"""How much does a memory of a given size recall? Multi-query associative recall, every rule beside a Transformer.
+
+    python -m experiments.mqar                                             a toy grid, ten minutes on two CPU cores
+    python -m experiments.mqar --grid full --minutes 25                    one GPU; the same command goes on
+    python -m experiments.mqar --grid full --models q_delta transformer+conv --widths 128 --settings 256 16
+
+Two layers, the embedding tied to the output. Blocks of one width weigh the same (`training_models.weigh`) and their
+memories hold as many numbers: heads of one size for every rule, and in hybrids a sliding window of as many tokens as
+a rule's memory has numbers for. Full attention keeps all that it reads; it has to recall nearly everything, or the
+harness is wrong. "transformer+conv" has the short convolutions that the layers of rules have; the plain one must learn
+which token stands before another from its rotations, and is often stuck at 1/pairs: it picks any value of the row.
+For each setting, width and model the same learning rates are tried with a seed of their own (0), the best on validation
+examples is picked, and seeds 1, 2 .. at that rate are tested on others. Training is `make_optimizer` (AdamW, warm-up,
+cosine) on the mean loss of the queries; a seed draws initial parameters and the order of the examples, and the same
+seed gives the same numbers on the same machine.
+
+Budget. Runs of a setting, width and model: rates + seeds = 5 (toy), 7 (full).
+    toy     2 cores: 1 setting x 2 widths x 6 models = 60 runs of 0.77M tokens (1,500 steps), 4 to 12 s each
+    full    one H200: 4 settings x 4 widths x 15 models = 1,680 runs of 100M tokens (6,100 steps), four at once. A run
+            may take 10 minutes and is expected to take 10 to 20 s (widths 64, 128), 30 s (256), 90 s (512)
+Cells come in this order, all models of a setting and width before the next: settings (256, 16), (512, 64), (128, 8),
+(64, 4), in each the widths 128, 64, 256, 512. Expected for a setting, compilation included: 40 minutes at a width of
+128, 30 at 64, 60 at 256, 160 at 512. With less time, the first setting and `--widths 128 64 256` are what to run.
+
+Results go to experiments/results/mqar_DEVICE.json after each cell; what is stored there with the same options and
+package versions isn't trained again. `python -m experiments.plot_mqar FILE` makes a table and a plot of it.
+"""
+
+import time
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Literal
+
+import jax
+import tyro
+
+import pallas_kernels
+import qdelta_jax as qd
+from experiments.bench import RESULTS
+from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
+from experiments.mqar_training import PARTS, Plan, Trainer
+from experiments.plot_mqar import pick, rows, table
+from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
+from experiments.training_models import TRANSFORMER
+from qdelta_jax.models import ModelConfig
+
+KEY = ("model", "width", "length", "pairs", "rate", "seed", "options")
+"""What tells one cell from another; a later run of the same replaces it."""
+
+SWEEP_SEED = 0
+NEAR = 0.97
+"""Of the Transformer's accuracy, somewhere in the easiest setting."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """models: names of rules, with "+window" hybrids, and "transformer". widths: of the hidden state. settings: pairs
+    (length, pairs). rates: of the sweep. seeds: that are reported. vocab: keys and values. examples: to train on.
+    held_out: for validation, and as many for the test. tokens: of a run. batch_tokens: of a step. dtype: of the
+    computation. implementation: of the rules. together: runs that are trained at once by `jax.vmap`. minutes: no cell
+    is begun after that. run_minutes: a run that takes longer fails."""
+
+    models: tuple[str, ...]
+    widths: tuple[int, ...]
+    settings: tuple[tuple[int, int], ...]
+    rates: tuple[float, ...]
+    seeds: int
+    vocab: int
+    examples: int
+    held_out: int
+    tokens: int
+    batch_tokens: int
+    dtype: str
+    implementation: str | None
+    together: int
+    minutes: float
+    run_minutes: float
+
+
+HYBRIDS = ("gated_delta_net+window", "gated_delta_net2+window", "q_delta+window")
+
+GRIDS = {
+    "toy": Grid(
+        models=(CONVOLVED, "q_delta", "gated_delta_net2", "linear_attention", "q_delta+window", TRANSFORMER),
+        widths=(32, 24),
+        settings=((32, 4),),
+        rates=(4e-3, 8e-3),
+        seeds=3,
+        vocab=64,
+        examples=16000,
+        held_out=500,
+        tokens=768_000,
+        batch_tokens=512,
+        dtype="float32",
+        implementation="xla",
+        together=1,
+        minutes=15.0,
+        run_minutes=10.0,
+    ),
+    "full": Grid(
+        models=(CONVOLVED, TRANSFORMER, *qd.RULES, *HYBRIDS),
+        widths=(128, 64, 256, 512),
+        settings=((256, 16), (512, 64), (128, 8), (64, 4)),
+        rates=(1e-4, 4.6e-4, 2.2e-3, 1e-2),
+        seeds=3,
+        vocab=8192,
+        examples=100_000,
+        held_out=3000,
+        tokens=100_000_000,
+        batch_tokens=16384,
+        dtype="float32",
+        implementation="xla",
+        together=4,
+        minutes=25.0,
+        run_minutes=10.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Mqar:
+    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+
+    grid: Literal["toy", "full"] = "toy"
+    models: tuple[str, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    settings: tuple[tuple[int, int], ...] | None = None
+    rates: tuple[float, ...] | None = None
+    seeds: int | None = None
+    vocab: int | None = None
+    examples: int | None = None
+    held_out: int | None = None
+    tokens: int | None = None
+    batch_tokens: int | None = None
+    dtype: str | None = None
+    implementation: str | None = None
+    together: int | None = None
+    minutes: float | None = None
+    run_minutes: float | None = None
+    again: bool = False
+    out: str = str(RESULTS)
+
+
+def main(options: Mqar) -> dict[str, Any]:
+    began = time.perf_counter()
+    grid = resolve(options)
+    device = jax.devices()[0].device_kind
+    header = make_header("mqar", device, options.out)
+    store = CellStore(KEY, device_file(options.out, "mqar", device), header, options.again)
+    groups = [(s, w, m) for s in grid.settings for w in grid.widths for m in grid.models]
+    left = 0
+    for setting, width, model in groups:
+        config = configure(model, width, grid)
+        trainer = Trainer(model, config, plan_of(grid, setting))
+        base = make_cell(model, config, setting, grid)
+        sweep = [{**base, "rate": rate, "seed": SWEEP_SEED, "sweep": True} for rate in grid.rates]
+        missing = run(trainer, sweep, store, began + 60 * grid.minutes)
+        # Without the whole sweep no rate is picked.
+        chosen = None if missing else pick(stored(sweep, store))
+        seeds = range(SWEEP_SEED + 1, SWEEP_SEED + 1 + grid.seeds)
+        reported = [{**base, "rate": chosen, "seed": seed, "sweep": False} for seed in seeds]
+        if chosen is not None:
+            missing = run(trainer, reported, store, began + 60 * grid.minutes)
+        elif missing:
+            missing += len(reported)
+        left += missing
+    print(f"\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    check_transformer(store.result, grid)
+    return store.result
+
+
+def run(trainer: Trainer, cells: list[dict[str, Any]], store: CellStore, until: float) -> int:
+    """Trains and stores the cells that are not stored, as long as there is time; how many are left."""
+    missing = [cell for cell in cells if not store.has(cell)]
+    while missing and time.perf_counter() < until:
+        now, missing = missing[: trainer.plan.together], missing[trainer.plan.together :]
+        for cell in measure(trainer, now):
+            store.put(cell)
+            print(format_cell(cell), flush=True)
+    return len(missing)
+
+
+def stored(cells: list[dict[str, Any]], store: CellStore) -> list[dict[str, Any]]:
+    """What the store has of these."""
+    return [x for x in store.result["cells"] if any(all(x[name] == cell[name] for name in KEY) for cell in cells)]
+
+
+def resolve(options: Mqar) -> Grid:
+    """The grid with what the options say instead.
+
+    Raises:
+        ValueError: a bad value.
+    """
+    names = {field.name for field in fields(Grid)}
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    grid = replace(GRIDS[options.grid], **given)
+    for name in ("seeds", "together", "examples", "held_out"):
+        if getattr(grid, name) < 1:
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
+    for name in ("models", "widths", "settings", "rates"):
+        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    for length, _ in grid.settings:
+        if grid.batch_tokens % length or grid.examples < grid.batch_tokens // length:
+            raise ValueError(
+                f"batch_tokens: got {grid.batch_tokens}, want a multiple of the length {length}, "
+                f"and no more rows than examples = {grid.examples}"
+            )
+    if grid.tokens < PARTS * grid.batch_tokens:
+        raise ValueError(
+            f"tokens: got {grid.tokens}, want at least {PARTS} * batch_tokens = {PARTS * grid.batch_tokens}"
+        )
+    for width in grid.widths:
+        for model in grid.models:
+            configure(model, width, grid)
+    return grid
+
+
+@cache
+def configure(model: str, width: int, grid: Grid) -> ModelConfig:
+    return make_config(model, width, vocab=grid.vocab, dtype=grid.dtype, implementation=grid.implementation)
+
+
+def plan_of(grid: Grid, setting: tuple[int, int]) -> Plan:
+    own = {field.name for field in fields(Plan)} & {field.name for field in fields(Grid)}
+    return Plan(*setting, **{name: getattr(grid, name) for name in own})
+
+
+def make_cell(model: str, config: ModelConfig, setting: tuple[int, int], grid: Grid) -> dict[str, Any]:
+    """What the cells of a setting, width and model have in common."""
+    length, pairs = setting
+    parameters, block_parameters = weight(model, config)
+    names = ("vocab", "examples", "held_out", "tokens", "batch_tokens", "dtype", "implementation")
+    plain = ModelConfig(vocab_size=1, width=4, layers=1, mlp_hidden=1)
+    return {
+        "model": model,
+        "width": config.width,
+        "length": length,
+        "pairs": pairs,
+        "options": {name: getattr(grid, name) for name in names},
+        "config": {name: x for name, x in config.to_dict().items() if x != plain.to_dict()[name]},
+        "state": state_size(config, length),
+        "parameters": parameters,
+        "block_parameters": block_parameters,
+        "versions": versions(),
+    }
+
+
+@cache
+def versions() -> dict[str, str]:
+    return {"jax": jax.__version__, **{name: version(name) for name in ("jaxlib", "flax", "optax", "numpy")}}
+
+
+def measure(trainer: Trainer, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells with their numbers, or with the reason for none."""
+    try:
+        numbers = trainer.run([cell["rate"] for cell in cells], [cell["seed"] for cell in cells])
+    except Exception as error:  # Some cells fail, the others go on.
+        numbers = [{"error": describe(error)}] * len(cells)
+    when = {"date": time.strftime("%Y-%m-%d"), "source": fingerprint([qd, pallas_kernels], "**/*.py")}
+    found = [{**cell, **when, **own} for cell, own in zip(cells, numbers, strict=True)]
+    if "error" in numbers[0]:
+        check_alive()
+    return found
+
+
+def format_cell(cell: dict[str, Any]) -> str:
+    text = "{length:4d} {pairs:3d} {width:4d} {model:24s} rate {rate:<8.2g} seed {seed}".format(**cell)
+    if "error" in cell:
+        return f"{text}  {cell['error']}"
+    scores = "validation {validation:.4f}  test {test:.4f}  {seconds:.1f} s (compiled in {compile_s:.1f} s)"
+    return f"{text}  {scores.format(**cell)}  loss {cell['losses'][-1]}"
+
+
+def check_transformer(result: dict[str, Any], grid: Grid) -> None:
+    """Attention sees every pair.
+
+    Raises:
+        SystemExit: it does not recall them even in the easiest setting, at any of its widths.
+    """
+    found = [
+        x
+        for x in rows(result)
+        if x["model"] in (TRANSFORMER, CONVOLVED) and x["options"]["vocab"] == grid.vocab and x["tests"]
+    ]
+    if not found:
+        return
+    easiest = min(x["pairs"] for x in found)
+    best = max(x["mean"] for x in found if x["pairs"] == easiest)
+    if best < NEAR:
+        raise SystemExit(
+            f"the Transformer recalls {100 * best:.1f}% of {easiest} pairs, want at least {100 * NEAR:.0f}%: "
+            "too few tokens or bad rates, or something is wrong with the task, the model or the training"
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Mqar, description=__doc__))

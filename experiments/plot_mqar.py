@@ -1,0 +1,198 @@
+"""The table and the plot of what experiments/mqar.py stored.
+
+    python -m experiments.plot_mqar experiments/results/mqar_cpu.json
+
+writes the table as .md and the plot as .png beside the file, from the file alone.
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import t as student
+
+from experiments.plot_kernels import header, line
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+"""Okabe and Ito's: told apart by colour-blind readers too. Black is left to the Transformers."""
+
+MARKERS = ("o", "s", "^", "v", "D", "P", "X")
+
+COLUMNS = (
+    "length x pairs",
+    "width",
+    "model",
+    "state",
+    "block parameters",
+    "rates tried",
+    "rate",
+    "seeds",
+    "test accuracy %",
+    "95% interval",
+    "validation %",
+    "remark",
+)
+
+GROUP = ("length", "pairs", "width", "model", "options")
+"""What the cells of a row of the table share."""
+
+
+def pick(sweep: list[dict[str, Any]]) -> float | None:
+    """The learning rate of the best mean validation accuracy, the lower of equals; None without any result.
+
+    >>> pick([{"rate": 0.1, "validation": 0.5}, {"rate": 0.01, "validation": 0.5}, {"rate": 1.0, "error": "NaN"}])
+    0.01
+    """
+    found: dict[float, list[float]] = {}
+    for cell in sweep:
+        if "error" not in cell:
+            found.setdefault(cell["rate"], []).append(cell["validation"])
+    return max(sorted(found), key=lambda rate: mean(found[rate])) if found else None
+
+
+def interval(values: list[float], level: float = 0.95) -> tuple[float, float] | None:
+    """mean -+ t s / sqrt(n), Student's t of n - 1 degrees of freedom, cut to 0 .. 1; None of fewer than two values.
+
+    >>> low, high = interval([0.4, 0.5, 0.6])
+    >>> round(low, 3), round(high, 3)
+    (0.252, 0.748)
+    """
+    if len(values) < 2:
+        return None
+    half = student.ppf(0.5 + level / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return float(max(0.0, mean(values) - half)), float(min(1.0, mean(values) + half))
+
+
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each setting, width, model and options that has a picked rate: what the table says of it."""
+    found = []
+    cells = sorted(result["cells"], key=_place)
+    for _, group in groupby(cells, key=_place):
+        members = list(group)
+        sweep = [cell for cell in members if cell["sweep"]]
+        rate = pick(sweep)
+        if rate is None:
+            continue
+        reported = [x for x in members if not x["sweep"] and x["rate"] == rate and "error" not in x]
+        tests = [cell["test"] for cell in reported]
+        rates = sorted({cell["rate"] for cell in sweep})
+        some = next(cell for cell in sweep if "error" not in cell)
+        found.append(
+            {
+                **{name: some[name] for name in (*GROUP, "state", "block_parameters")},
+                "trials": len(sweep),
+                "rate": rate,
+                "edge": len(rates) > 2 and rate in (rates[0], rates[-1]),
+                "tests": tests,
+                "mean": mean(tests) if tests else None,
+                "interval": interval(tests),
+                "validation": mean(cell["validation"] for cell in reported) if reported else None,
+                "failed": sum("error" in cell for cell in members),
+            }
+        )
+    return found
+
+
+def _place(cell: dict[str, Any]) -> tuple:
+    """Where a row stands: longer and wider below; models of one width by name."""
+    return (*(cell[name] for name in GROUP[:-1]), json.dumps(cell["options"], sort_keys=True))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Every model with its interval, in markdown."""
+    lines = [f"{result['device']}, multi-query associative recall", "", *header(COLUMNS)]
+    for row in rows(result):
+        between = "" if row["interval"] is None else " to ".join(percent(x) for x in row["interval"])
+        numbers = [str(row[name]) for name in ("state", "block_parameters", "trials")]
+        names = f"{row['length']} x {row['pairs']}", str(row["width"]), row["model"]
+        scores = percent(row["mean"]), between, percent(row["validation"])
+        lines.append(line((*names, *numbers, f"{row['rate']:.2g}", str(len(row["tests"])), *scores, remark(row))))
+    notes = (
+        "state: numbers that a layer keeps of what it has read, on average over layers, convolutions included; of full "
+        "attention those of a whole row. block parameters: without the embedding, which is tied to the output. "
+        "rates tried: runs of the sweep, which picks a rate by validation accuracy with a seed that is not reported. "
+        "The interval is Student's over seeds, which draw initial parameters and the order of the examples.",
+    )
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def remark(row: dict[str, Any]) -> str:
+    parts = ["rate at the edge of the sweep"] if row["edge"] else []
+    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
+    return "; ".join(parts)
+
+
+def percent(x: float | None) -> str:
+    return "" if x is None else f"{100 * x:.1f}"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """A panel for each setting: test accuracy over state size, a line for each model, bars for the intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = [row for row in rows(result) if row["tests"]]
+    panels = list(dict.fromkeys(_panel(row) for row in found))
+    models = sorted({row["model"] for row in found})
+    across = min(2, max(1, len(panels)))
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(
+        max(1, down), across, figsize=(2 + 4.5 * across, 1.7 + 3.6 * max(1, down)), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        for number, model in enumerate(models):
+            mine = [row for row in found if row["model"] == model and _panel(row) == panel]
+            if mine:
+                handles[model] = _curve(ax, sorted(mine, key=lambda row: row["state"]), model, number)
+        ax.set_xscale("log", base=2)
+        ax.set_ylim(-3, 103)
+        ax.set(xlabel="state: numbers a layer (shifted a little for each model)", ylabel="test accuracy (%)")
+        ax.set_title("{} tokens, {} pairs, vocabulary {}".format(*panel))
+        ax.grid(alpha=0.3)
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.set_axis_off()
+    if handles:
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(f"Multi-query associative recall, mean and 95% interval over seeds (points)\n{result['device']}")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _panel(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["length"], row["pairs"], row["options"]["vocab"]
+
+
+def _curve(ax: Any, mine: list[dict[str, Any]], model: str, number: int) -> Any:
+    """Accuracy over state with bars, and each seed as a point; of one seed there is no interval and no bar."""
+    # Memories of the same size would hide each other.
+    shift = 1.025 ** (number - 3)
+    x, y = [shift * row["state"] for row in mine], [100 * row["mean"] for row in mine]
+    ends = [row["interval"] or (row["mean"], row["mean"]) for row in mine]
+    bars = [[100 * (row["mean"] - low) for row, (low, _) in zip(mine, ends, strict=True)]]
+    bars += [[100 * (high - row["mean"]) for row, (_, high) in zip(mine, ends, strict=True)]]
+    own = model.startswith("transformer")
+    color = "black" if own else COLORS[number % len(COLORS)]
+    style = {
+        "linestyle": "--" if "+window" in model else ":" if model == "transformer" else "-",
+        "marker": "*" if own else MARKERS[number // 2 % 7],
+    }
+    for place, row in zip(x, mine, strict=True):
+        ax.scatter([place] * len(row["tests"]), [100 * test for test in row["tests"]], s=6, color=color, alpha=0.5)
+    return ax.errorbar(x, y, bars, color=color, capsize=3, linewidth=1.4, markersize=5, **style)
+
+
+def main(path: Path) -> None:
+    result = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(table(result))
+    plot(result, path.with_suffix(".png"))
+    print(f"{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
