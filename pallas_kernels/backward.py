@@ -164,7 +164,7 @@ def _run(
     before, here: the forward pass and the gradients, their problems and inputs. The forward pass keeps its own type of
     operands, which may have more digits: what it leaves is rounded where it is used.
     """
-    (forward, inputs), (problem, _) = before, here
+    (forward, inputs), (problem, rounded) = before, here
     known = {n.removeprefix(PREPARED): x for n, x in saved.items() if n.startswith(PREPARED)}
     prepared = prepare(forward, rule, inputs, workers, interpret, processors, known)
     count = stretches(problem) if count is None else count
@@ -181,10 +181,8 @@ def _run(
         made = states.scan(forward, rule, how, prepared, inputs, start, interpret)
         kept = {U: made["kept_u"], STATES: made["kept_states"]}
     # Then back.
-    inputs = here[1]
-    given = {**inputs, "d_out": d_out}
-    dtypes = {n: x.dtype for n, x in given.items()}
-    chosen = layout or states.choose(problem, rule, dtypes, count, reverse=True)
+    given = {**rounded, "d_out": d_out}
+    chosen = layout or states.choose(problem, rule, {n: x.dtype for n, x in given.items()}, count, reverse=True)
     assert chosen is not None, "`unsupported` has looked for room"
     how = Scan(count, *chosen, reverse=True)
     after = d_end[:, :, None]
@@ -195,12 +193,12 @@ def _run(
             "end"
         ]
         if moves is None:
-            after = joins.decayed(problem, {**inputs, **prepared}, d_end, ends, reverse=True)
+            after = joins.decayed(problem, {**rounded, **prepared}, d_end, ends, reverse=True)
         else:
             after = joins.join(problem, d_end, ends, moves, interpret, reverse=True)
     back = states.scan(problem, rule, how, prepared, given, after, interpret)
     given = {"d_out": d_out, "u": kept[U], "d_z": back["d_z"], "states": kept[STATES], "d_states": back["d_states"]}
-    return gradients(problem, rule, inputs, given, interpret), back["end"]
+    return gradients(problem, rule, rounded, given, interpret), back["end"]
 
 
 def _log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) -> Array:

@@ -57,8 +57,7 @@ class ChannelGradients(Gradients):
 
     @property
     def d_decay(self) -> Any:
-        first, step = self.layout.d_decay
-        return self.pages.tile(first + self.me * step, jnp.float32)
+        return self.pages.tile(self.mine(self.layout.d_decay), jnp.float32)
 
     def add_decay(self, x: Array) -> None:
         self.d_decay[...] = plgpu.load(self.d_decay, layout=TILE, optimized=False) + x
@@ -72,7 +71,7 @@ class ChannelGradients(Gradients):
         for part in split(x, wide):
             rest = rest - widened(part)
         one = Numbers(jnp.bfloat16, 1, self.numbers.interpret)
-        memory = self.pages.operand(self.layout.state[0] + self.me * self.layout.state[1], one)
+        memory = self.pages.operand(self.mine(self.layout.state), one)
         put(memory, rest, one)
         return self.times(later, x) + product(one, ((later,), memory))
 
@@ -175,8 +174,7 @@ class ChannelGradients(Gradients):
         exponent = self.exponents(between, logs, sign)
         left, right = jnp.exp2(exponent), jnp.exp2(-exponent)
         memory = self.level_memory()
-        first, step = self.layout.spare
-        of_k = self.pages.operand(first + self.me * step, self.numbers)
+        of_k = self.operand(self.layout.spare, self.me)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name, x in zip(self.names, memory, strict=False):
             put(x, take(self.key(name, piece)) * left, self.numbers)

@@ -71,6 +71,10 @@ class GradientTiles(Tokens):
             if len(ref.shape) in (2, 3) and name not in ("through", "numbers", *map(column_name, ONES)):
                 self.vectors[name] = self.load(name)
 
+    def mine(self, place: tuple[Any, int]) -> Any:
+        """The first page of this warpgroup."""
+        return place[0] + self.me * place[1]
+
     def operand(self, place: tuple[int, int], index: Any = 0) -> Any:
         return self.pages.operand(place[0] + index * place[1], self.numbers)
 
@@ -116,8 +120,7 @@ class GradientTiles(Tokens):
     def times(self, matrix: Array, x: Array, *, transpose: bool = False) -> Array:
         """matrix x (or x^T) of a bfloat16 tile and a float32 one, which is stored in two parts."""
         wide = Numbers(jnp.bfloat16, 2, self.numbers.interpret)
-        first, step = self.layout.spare
-        memory = self.pages.operand(first + self.me * step, wide)
+        memory = self.pages.operand(self.mine(self.layout.spare), wide)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a result on its way out
         put(memory, x, wide)
         sync()
@@ -208,8 +211,7 @@ class GradientTiles(Tokens):
     def store(self, name: str, x: Array, piece: Any) -> None:
         """A gradient with one number per channel to device memory."""
         dtype = self.results[name].dtype
-        first, step = self.layout.spare
-        tile = self.pages.tile(first + self.me * step, dtype)
+        tile = self.pages.tile(self.mine(self.layout.spare), dtype)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[...] = x.astype(dtype)
         sync()

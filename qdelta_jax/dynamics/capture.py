@@ -58,7 +58,7 @@ def _capture(
     parameters: Any, tokens: Array, segment_ids: Array | None, positions: Array | None, *, graph: Any, layer: int
 ) -> MixerInputs:
     model = nnx.merge(graph, parameters)
-    x = _embed(model, tokens, segment_ids)
+    x = model.embed(tokens, segment_ids)
     cell, before = divmod(layer, len(model.config.pattern))
     here: Any = model.rest
     if model.cells is not None:
@@ -80,10 +80,3 @@ def _index(layer: Any, layers: int) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int) or not -layers <= layer < layers:
         raise ValueError(f"layer: got {layer!r}, want an integer within {-layers} .. {layers - 1}")
     return layer % layers
-
-
-def _embed(model: LanguageModel, tokens: Array, segment_ids: Array | None) -> Array:
-    """As `LanguageModel.features` begins: padding holds zeros."""
-    tokens = tokens if segment_ids is None else jnp.where(segment_ids != 0, tokens, 0)
-    x = jnp.take(model.embedding.get_value(), tokens, axis=0, mode="clip").astype(jnp.dtype(model.config.dtype))
-    return x if segment_ids is None else jnp.where((segment_ids != 0)[:, :, None], x, 0)

@@ -147,6 +147,14 @@ class LanguageModel(nnx.Module):
         logits = self.logits(x)
         return logits if after is None else (logits, after)
 
+    def embed(self, tokens: Any, segment_ids: Any = None) -> Float[Array, "batch time width"]:
+        """What the first block takes, in the model's dtype: rows of the embedding, zeros in padding."""
+        valid = None if segment_ids is None else segment_ids != 0
+        tokens = tokens if valid is None else jnp.where(valid, tokens, 0)
+        x = jnp.take(self.embedding.get_value(), tokens, axis=0, mode="clip").astype(jnp.dtype(self.config.dtype))
+        # `where` and not a product: whatever row 0 holds, NaN included, stays out of padding.
+        return x if valid is None else jnp.where(valid[:, :, None], x, 0)
+
     def features(
         self,
         tokens: Any,
@@ -158,12 +166,7 @@ class LanguageModel(nnx.Module):
         """The normed hidden state behind the last block, what `logits` takes, and the new cache (or None)."""
         check_tokens(tokens, self.config.vocab_size, segment_ids)
         check_along(tokens.shape, segment_ids, positions)
-        valid = None if segment_ids is None else segment_ids != 0
-        tokens = tokens if valid is None else jnp.where(valid, tokens, 0)
-        x = jnp.take(self.embedding.get_value(), tokens, axis=0, mode="clip").astype(jnp.dtype(self.config.dtype))
-        if valid is not None:
-            # `where` and not a product: whatever row 0 holds, NaN included, stays out of padding.
-            x = jnp.where(valid[:, :, None], x, 0)
+        x = self.embed(tokens, segment_ids)
         x = constrain(x, ("batch", None, None))
         cells: Any = None if cache is None else cache.cells
         rest: Any = None if cache is None else cache.rest
