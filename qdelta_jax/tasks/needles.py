@@ -255,6 +255,8 @@ def _largest(tokens: Callable[[int], int], room: int, per_unit: float) -> int:
     low, high = 0, None
     least = low_count = tokens(0)
     high_count = tries = 0
+    if least > room:
+        return 0
     while high is None or high - low > 1:
         guess = low + max(1, int((room - low_count) / per_unit))
         if high is not None:
