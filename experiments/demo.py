@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import tyro
 
+from experiments.style import pyplot
 from experiments.trigram import Trigram
 from qdelta_jax.models.config import ModelConfig
 from qdelta_jax.models.generation import generate
@@ -119,11 +120,7 @@ def report(result: TrainResult, trigram: float, seconds: float, paths: list[Path
 
 def plot(directory: Path, trigram: float, path: Path) -> None:
     """Training and held-out loss in bits per byte against steps, with the trigram as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     records = read_metrics(directory)
     train_curve = [(r["step"], r["loss"] / math.log(2)) for r in records if r.get("loss") is not None]
     held_out = [(r["step"], r["held_out/bits_per_byte"]) for r in records if "held_out/bits_per_byte" in r]

@@ -21,6 +21,7 @@ from flax import nnx
 from jax import Array
 
 from experiments.store import make_header
+from experiments.style import COLORS, pyplot
 from qdelta_jax import RULES, dynamics
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.training import DataConfig, OptimizerConfig, RunConfig, TrainConfig, load_model, train
@@ -46,9 +47,6 @@ CONFIG = TrainConfig(
 """The tiny model, its text and its training."""
 
 QUANTILES = (0.05, 0.5, 0.95)
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Okabe and Ito's: told apart by colour-blind readers too."""
 
 PARTS = {"written": "-", "erased": "--", "forgotten": ":"}
 
@@ -245,11 +243,7 @@ def report(result: dict[str, Any]) -> str:
 
 def plot(measured: dict[str, Any], valid: Any, result: dict[str, Any], path: Path) -> None:
     """Nine panels, a colour for each head."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(3, 3, figsize=(15, 11.5), layout="constrained")
     track, heads = measured["track"], measured["cosine"].shape[-1]
     if track is None:

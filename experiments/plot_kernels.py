@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COLORS = {"mosaic": "#0072B2", "xla": "#E69F00", "peer": "#009E73"}
-"""Okabe and Ito's: told apart by colour-blind readers too."""
+from experiments import style
+
+COLORS = dict(zip(("mosaic", "xla", "peer"), style.COLORS, strict=False))
 
 COLUMNS = (
     "shape (BxTxH)",
@@ -105,11 +106,7 @@ def ratio(x: float | None, y: float | None) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """One row of grouped bars for each shape and input type; a black line marks the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = style.pyplot()
     rows = sides(result)
     panels = list(dict.fromkeys((shape, dtype) for shape, _, dtype in rows))
     rules = list(dict.fromkeys(rule for _, rule, _ in rows))

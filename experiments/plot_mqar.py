@@ -9,17 +9,12 @@ import json
 import sys
 from itertools import groupby
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from scipy.stats import t as student
-
 from experiments.plot_kernels import header, line
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-"""Okabe and Ito's: told apart by colour-blind readers too. Black is left to the Transformers."""
-
-MARKERS = ("o", "s", "^", "v", "D", "P", "X")
+from experiments.style import COLORS, MARKERS, pyplot
+from experiments.uncertainty import interval
 
 COLUMNS = (
     "length x pairs",
@@ -53,19 +48,6 @@ def pick(sweep: list[dict[str, Any]]) -> float | None:
     return max(sorted(found), key=lambda rate: mean(found[rate])) if found else None
 
 
-def interval(values: list[float], level: float = 0.95) -> tuple[float, float] | None:
-    """mean -+ t s / sqrt(n), Student's t of n - 1 degrees of freedom, cut to 0 .. 1; None of fewer than two values.
-
-    >>> low, high = interval([0.4, 0.5, 0.6])
-    >>> round(low, 3), round(high, 3)
-    (0.252, 0.748)
-    """
-    if len(values) < 2:
-        return None
-    half = student.ppf(0.5 + level / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return float(max(0.0, mean(values) - half)), float(min(1.0, mean(values) + half))
-
-
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One for each setting, width, model and options that has a picked rate: what the table says of it."""
     found = []
@@ -88,7 +70,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "edge": len(rates) > 2 and rate in (rates[0], rates[-1]),
                 "tests": tests,
                 "mean": mean(tests) if tests else None,
-                "interval": interval(tests),
+                "interval": interval(tests, low=0.0, high=1.0),
                 "validation": mean(cell["validation"] for cell in reported) if reported else None,
                 "failed": sum("error" in cell for cell in members),
             }
@@ -131,11 +113,7 @@ def percent(x: float | None) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """A panel for each setting: test accuracy over state size, a line for each model, bars for the intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     found = [row for row in rows(result) if row["tests"]]
     panels = list(dict.fromkeys(_panel(row) for row in found))
     models = sorted({row["model"] for row in found})
@@ -177,7 +155,7 @@ def _curve(ax: Any, mine: list[dict[str, Any]], model: str, number: int) -> Any:
     bars = [[100 * (row["mean"] - low) for row, (low, _) in zip(mine, ends, strict=True)]]
     bars += [[100 * (high - row["mean"]) for row, (_, high) in zip(mine, ends, strict=True)]]
     own = model.startswith("transformer")
-    color = "black" if own else COLORS[number % len(COLORS)]
+    color = "black" if own else COLORS[number % (len(COLORS) - 1)]
     style = {
         "linestyle": "--" if "+window" in model else ":" if model == "transformer" else "-",
         "marker": "*" if own else MARKERS[number // 2 % 7],

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.plot_kernels import header, line, number
-
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Okabe and Ito's: told apart by colour-blind readers too."""
+from experiments.style import COLORS, pyplot
 
 COLUMNS = (
     "size",
@@ -86,11 +84,7 @@ def remark(cell: dict[str, Any]) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """A column for each size: tokens a second above, utilisation below, over the length of a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     found = rows(result)
     sizes = list(dict.fromkeys(size for size, _, _ in found))
     models = list(dict.fromkeys(model for _, model, _ in found))

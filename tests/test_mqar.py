@@ -17,8 +17,9 @@ from experiments.mqar_models import CONVOLVED, make_config, state_size
 from experiments.mqar_models import build as build_model
 from experiments.mqar_models import weight as weigh_model
 from experiments.mqar_training import PARTS, Plan, Trainer, make_data, make_order
-from experiments.plot_mqar import interval, pick, rows
+from experiments.plot_mqar import pick, rows
 from experiments.training_models import TRANSFORMER
+from experiments.uncertainty import interval
 from qdelta_jax import RULES, tasks
 from qdelta_jax.training import OptimizerConfig
 from qdelta_jax.training.data import Batch
@@ -155,8 +156,8 @@ def test_pick_and_interval():
     assert interval([0.89, 0.9, 0.91]) == pytest.approx(
         (0.9 - 4.3027 * 0.01 / 3**0.5, 0.9 + 4.3027 * 0.01 / 3**0.5), 1e-5
     )
-    assert interval([1.0, 1.0, 1.0]) == (1.0, 1.0)
-    assert interval([0.5, 1.0])[0] == 0.0
+    assert interval([1.0, 1.0, 1.0], high=1.0) == (1.0, 1.0)
+    assert interval([0.5, 1.0], low=0.0)[0] == 0.0
     assert interval([0.5]) is None
 
 
