@@ -4,12 +4,14 @@
     python -m experiments.dynamics --run runs/demo --layer 1    the model of `python -m experiments.demo`
     python -m experiments.dynamics --rule kda --steps 0         another rule, not trained
 
-The batch is held-out text. Numbers go to DIR/NAME.json and the figure to DIR/NAME.png in less than a minute.
+The batch is held-out text. Numbers go to DIR/NAME.json in less than a minute, and from there to a table and a figure
+beside it (`python -m experiments.plot_dynamics FILE` makes these again).
 """
 
 import json
 import tempfile
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import tyro
 from flax import nnx
 from jax import Array
 
+from experiments.plot_dynamics import plot, table
 from experiments.store import make_header
-from experiments.style import COLORS, pyplot
+from experiments.tables import write
 from qdelta_jax import RULES, dynamics
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.training import DataConfig, OptimizerConfig, RunConfig, TrainConfig, load_model, train
@@ -48,17 +51,11 @@ CONFIG = TrainConfig(
 
 QUANTILES = (0.05, 0.5, 0.95)
 
-PARTS = {"written": "-", "erased": "--", "forgotten": ":"}
+BINS = 60
+"""Of the histograms."""
 
-PANELS = (
-    ("What query and key read", "cosine of S q and S k", "tokens"),
-    ("Rank of the state", "tokens read", "effective (line), stable (dashed)"),
-    ("Spectrum of the last state", "index", "singular value"),
-    ("Transitions", "spectral radius", "tokens"),
-    ("Change of the state for each key channel", "key channel", "mean norm for each token"),
-    ("Pairs that were stored", "age in tokens", "error of reading, relative"),
-)
-"""Title and axes of the panels below the first row."""
+SHOWN = 256
+"""Tokens of the first row whose residuals are stored one by one."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +96,17 @@ def main(options: Dynamics) -> dict[str, Any]:
     name = f"dynamics_{Path(options.run).name if options.run else 'tiny'}_{rule}_layer{layer}"
     result = {
         **make_header("dynamics", jax.devices()[0].device_kind, options.out),
-        **{"jax": jax.__version__, "rule": rule, "layer": layer, "model": source},
+        "versions": {"jax": jax.__version__, **{name: version(name) for name in ("jaxlib", "flax", "numpy")}},
+        **{"rule": rule, "layer": layer, "model": source, "seed": config.run.seed},
+        "options": {"steps": options.steps, "chunk_size": options.chunk_size, "max_age": options.max_age},
         "batch": {"rows": options.rows, "length": options.length, "tokens": int((segment_ids != 0).sum())},
         **summary(measured, segment_ids, options),
     }
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    text, figure = folder / f"{name}.json", folder / f"{name}.png"
-    text.write_text(json.dumps(result, indent=1) + "\n")
-    plot(measured, np.asarray(segment_ids != 0), result, figure)
-    print(report(result))
-    print(f"{text}\n{figure}")
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    write(path, table, plot)
     return result
 
 
@@ -163,20 +160,26 @@ def measure(model: LanguageModel, tokens: Array, segment_ids: Array, options: Dy
 
 
 def summary(measured: dict[str, Any], segment_ids: Array, options: Dynamics) -> dict[str, Any]:
-    """What is stored: means and quantiles over tokens, curves over chunks and ages, per head."""
+    """What is stored: means, quantiles and histograms over tokens, curves over chunks, channels and ages, per head."""
     valid = np.asarray(segment_ids != 0)
     track = measured["track"]
     found: dict[str, Any] = {}
     if track is not None:
         counted = track["counted"]
-        found["gain_beta_a"] = spread(track["gain"], counted)
+        found["gain_beta_a"] = {**spread(track["gain"], counted), **histogram(track["gain"], counted)}
         found["share_of_gains_in_0_2"] = numbers(measured["share"])
         names = ("before", "after", "drift", "target", "prediction", "forgetting", "bound")
         found["residual"] = {name: spread(track[name], counted) for name in names}
         within = track["after"] <= track["bound"] * (1 + 1e-4) + 1e-5
         found["share_within_bound"] = float(within[counted].mean())
-    found["cosine_of_readouts"] = spread(measured["cosine"], valid)
-    found["spectral_radius_of_transitions"] = spread(measured["radius"], valid)
+        seen = np.where(counted[0], 1.0, np.nan)
+        found["first_row"] = {name: numbers((seen * track[name][0])[:SHOWN].T) for name in ("before", "after", "bound")}
+    found["cosine_of_readouts"] = {
+        **spread(measured["cosine"], valid),
+        **histogram(measured["cosine"], valid, (-1.0, 1.0)),
+    }
+    radius = measured["radius"]
+    found["spectral_radius_of_transitions"] = {**spread(radius, valid), **histogram(radius, valid)}
     ends = np.minimum(np.arange(1, len(measured["rank"]) + 1) * options.chunk_size, valid.shape[1])
     found["states"] = {
         "after_tokens": ends.tolist(),
@@ -186,14 +189,14 @@ def summary(measured: dict[str, Any], segment_ids: Array, options: Dynamics) -> 
     }
     activity = {name: x for name, x in measured["activity"].items() if x is not None}
     found["activity_per_token"] = {name: numbers(x.mean(0).mean(-1)) for name, x in activity.items()}
+    keys = {name: x for name, x in activity.items() if name.startswith("key_")}
+    found["activity_per_key_channel"] = {name: numbers(x.mean(0)) for name, x in keys.items()}
     found["gates"] = {
         name: {part: numbers(x.mean(-1) if x.ndim == 2 else x) for part, x in of.items()}
         for name, of in measured["gates"].items()
     }
-    ages = [a for a in (2**i for i in range(20)) if a < options.max_age]
-    kept = [0, *ages]
     retrieval = {name: pooled(measured["retrieval"], name) for name in ("error", "cosine")}
-    found["retrieval"] = {"age": kept, **{name: numbers(x[:, kept]) for name, x in retrieval.items()}}
+    found["retrieval"] = {name: numbers(x) for name, x in retrieval.items()}
     return found
 
 
@@ -214,96 +217,25 @@ def spread(x: Any, mask: Any) -> dict[str, Any]:
     return made
 
 
+def histogram(x: Any, mask: Any, ends: tuple[float, float] | None = None) -> dict[str, Any]:
+    """Tokens of the mask in each of equal bins, from end to end of what there is, for each head of [B, T, HV]."""
+    mask = np.broadcast_to(mask[..., None] if mask.ndim == 2 else mask, x.shape)
+    low, high = ends or (float(x[mask].min()), float(x[mask].max()))
+    if high - low < 1e-3:
+        # Rules without a decay have one and the same radius everywhere.
+        low, high = low - 0.05, high + 0.05
+    edges = np.linspace(low, high, BINS + 1)
+    # Rounded: a cosine may be a little above 1.
+    inside = np.clip(x, low, high)
+    counts = [np.histogram(inside[..., h][mask[..., h]], edges)[0].tolist() for h in range(x.shape[-1])]
+    return {"bins_from_to": numbers([low, high]), "tokens_in_bins": counts}
+
+
 def numbers(x: Any) -> Any:
     """Nested lists of four digits; None for what JSON does not have."""
     if np.ndim(x):
         return [numbers(y) for y in x]
     return float(f"{float(x):.4g}") if np.isfinite(x) else None
-
-
-def report(result: dict[str, Any]) -> str:
-    """The main numbers of each head, in lines."""
-    lines = [f"{result['rule']}, layer {result['layer']} ({result['model']}), a number for each head:"]
-    if "residual" in result:
-        lines += [
-            f"  beta a, mean                {result['gain_beta_a']['mean']}",
-            f"  share inside (0, 2)         {result['share_of_gains_in_0_2']}",
-            f"  drift, mean                 {result['residual']['drift']['mean']}",
-            f"  residual before a write     {result['residual']['before']['mean']}",
-            f"  residual after it           {result['residual']['after']['mean']}",
-        ]
-    lines += [
-        f"  cosine of S q and S k       {result['cosine_of_readouts']['mean']}",
-        f"  spectral radius, median     {result['spectral_radius_of_transitions']['quantile_0.5']}",
-        f"  effective rank at the end   {[row[-1] for row in result['states']['effective_rank']]}",
-        f"  retrieval error at age 0    {[row[0] for row in result['retrieval']['error']]}",
-    ]
-    return "\n".join(lines)
-
-
-def plot(measured: dict[str, Any], valid: Any, result: dict[str, Any], path: Path) -> None:
-    """Nine panels, a colour for each head."""
-    plt = pyplot()
-    figure, axes = plt.subplots(3, 3, figsize=(15, 11.5), layout="constrained")
-    track, heads = measured["track"], measured["cosine"].shape[-1]
-    if track is None:
-        for ax in axes[0]:
-            ax.text(0.5, 0.5, f"{result['rule']} erases nothing", ha="center", transform=ax.transAxes)
-            ax.set_axis_off()
-    else:
-        plot_track(axes[0], track)
-    ends = result["states"]["after_tokens"]
-    ages = pooled(measured["retrieval"], "error")
-    for h in range(heads):
-        look: dict[str, Any] = {"color": COLORS[h % len(COLORS)], "label": f"head {h}"}
-        axes[1, 0].hist(measured["cosine"][..., h][valid], bins=np.linspace(-1, 1, 61), histtype="step", **look)
-        axes[1, 1].plot(ends, measured["rank"].mean(1)[:, h], **look)
-        axes[1, 1].plot(ends, measured["stable_rank"].mean(1)[:, h], color=look["color"], linestyle="--")
-        spectrum = measured["singular_values"].mean(0)[h]
-        axes[1, 2].plot(np.arange(1, len(spectrum) + 1), spectrum, marker="o", markersize=3, **look)
-        axes[2, 0].hist(measured["radius"][..., h][valid], bins=60, histtype="step", **look)
-        for part, style in PARTS.items():
-            x = measured["activity"][f"key_{part}"]
-            if x is not None:
-                label = f"{part}, head {h}"
-                axes[2, 1].plot(np.arange(x.shape[-1]), x.mean(0)[h], style, color=look["color"], label=label)
-        axes[2, 2].plot(np.arange(ages.shape[1]), ages[h], **look)
-    for ax, (title, x, y) in zip(axes[1:].flat, PANELS, strict=True):
-        ax.set(title=title, xlabel=x, ylabel=y)
-    axes[1, 2].set_yscale("log")
-    axes[2, 1].set_yscale("log")
-    bottom, top = axes[2, 1].get_ylim()
-    axes[2, 1].set_ylim(bottom, top * (top / bottom) ** 0.25)
-    axes[2, 2].axhline(1, color="#666666", linestyle=":", label="nothing read")
-    for ax in axes.flat:
-        if ax.has_data():
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize=7, ncols=2 if ax is axes[2, 1] else 1)
-    figure.suptitle(f"The memory of {result['rule']}, layer {result['layer']} ({result['model']})")
-    figure.savefig(path, dpi=75)
-    plt.close(figure)
-
-
-def plot_track(axes: Any, track: dict[str, Any]) -> None:
-    """Gains, drift and its parts, and the residual against its bound."""
-    counted, heads = track["counted"], track["gain"].shape[-1]
-    names = ("drift", "target", "prediction", "forgetting")
-    for h in range(heads):
-        look: dict[str, Any] = {"color": COLORS[h % len(COLORS)], "label": f"head {h}"}
-        axes[0].hist(track["gain"][..., h][counted[..., h]], bins=60, histtype="step", **look)
-        means = [track[name][..., h][counted[..., h]].mean() for name in names]
-        axes[1].bar(np.arange(4) + (h - (heads - 1) / 2) * 0.8 / heads, means, 0.8 / heads, **look)
-        for name, style in (("before", ":"), ("after", "-"), ("bound", "--")):
-            x = np.where(counted[0, :, h], track[name][0, :, h], np.nan)
-            x = np.where(np.isfinite(x) & (x > 0), x, np.nan)
-            axes[2].plot(x, style, linewidth=0.9, color=look["color"], label=f"{name}, head {h}")
-    axes[0].axvspan(0, 2, color="#DDDDDD", alpha=0.5, label="contracts")
-    axes[0].set_xlim(min(-0.1, track["gain"].min()), max(2.1, track["gain"].max()))
-    axes[0].set(title="Gain of a write", xlabel="beta a = k . e", ylabel="tokens")
-    axes[1].set_xticks(np.arange(4), ["drift", "target", "prediction", "forgetting"])
-    axes[1].set(title="Drift of the residual and its parts", ylabel="mean norm")
-    axes[2].set_yscale("log")
-    axes[2].set(title="Residual before and after a write, and its bound", xlabel="token", ylabel="norm (first row)")
 
 
 if __name__ == "__main__":

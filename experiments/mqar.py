@@ -28,27 +28,25 @@ package versions isn't trained again. `python -m experiments.plot_mqar FILE` mak
 
 import time
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib.metadata import version
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
 import tyro
 
-import pallas_kernels
 import qdelta_jax as qd
 from experiments.bench import RESULTS
 from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
 from experiments.mqar_training import PARTS, Plan, Trainer
-from experiments.plot_mqar import pick, rows, table
-from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
-from experiments.training_models import TRANSFORMER
+from experiments.plot_mqar import rows, table
+from experiments.store import CellStore, device_file, make_header
+from experiments.sweeps import attempt, complete, versions
+from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
 
 KEY = ("model", "width", "length", "pairs", "rate", "seed", "options")
 """What tells one cell from another; a later run of the same replaces it."""
 
-SWEEP_SEED = 0
 NEAR = 0.97
 """Of the Transformer's accuracy, somewhere in the easiest setting."""
 
@@ -154,37 +152,12 @@ def main(options: Mqar) -> dict[str, Any]:
         config = configure(model, width, grid)
         trainer = Trainer(model, config, plan_of(grid, setting))
         base = make_cell(model, config, setting, grid)
-        sweep = [{**base, "rate": rate, "seed": SWEEP_SEED, "sweep": True} for rate in grid.rates]
-        missing = run(trainer, sweep, store, began + 60 * grid.minutes)
-        # Without the whole sweep no rate is picked.
-        chosen = None if missing else pick(stored(sweep, store))
-        seeds = range(SWEEP_SEED + 1, SWEEP_SEED + 1 + grid.seeds)
-        reported = [{**base, "rate": chosen, "seed": seed, "sweep": False} for seed in seeds]
-        if chosen is not None:
-            missing = run(trainer, reported, store, began + 60 * grid.minutes)
-        elif missing:
-            missing += len(reported)
-        left += missing
+        until = began + 60 * grid.minutes
+        left += complete(store, base, grid.rates, grid.seeds, partial(measure, trainer), until, together=grid.together)
     print(f"\n{table(store.result)}\nstored in {store.path.name}")
     print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
     check_transformer(store.result, grid)
     return store.result
-
-
-def run(trainer: Trainer, cells: list[dict[str, Any]], store: CellStore, until: float) -> int:
-    """Trains and stores the cells that are not stored, as long as there is time; how many are left."""
-    missing = [cell for cell in cells if not store.has(cell)]
-    while missing and time.perf_counter() < until:
-        now, missing = missing[: trainer.plan.together], missing[trainer.plan.together :]
-        for cell in measure(trainer, now):
-            store.put(cell)
-            print(format_cell(cell), flush=True)
-    return len(missing)
-
-
-def stored(cells: list[dict[str, Any]], store: CellStore) -> list[dict[str, Any]]:
-    """What the store has of these."""
-    return [x for x in store.result["cells"] if any(all(x[name] == cell[name] for name in KEY) for cell in cells)]
 
 
 def resolve(options: Mqar) -> Grid:
@@ -233,14 +206,13 @@ def make_cell(model: str, config: ModelConfig, setting: tuple[int, int], grid: G
     length, pairs = setting
     parameters, block_parameters = weight(model, config)
     names = ("vocab", "examples", "held_out", "tokens", "batch_tokens", "dtype", "implementation")
-    plain = ModelConfig(vocab_size=1, width=4, layers=1, mlp_hidden=1)
     return {
         "model": model,
         "width": config.width,
         "length": length,
         "pairs": pairs,
         "options": {name: getattr(grid, name) for name in names},
-        "config": {name: x for name, x in config.to_dict().items() if x != plain.to_dict()[name]},
+        "config": differing(config),
         "state": state_size(config, length),
         "parameters": parameters,
         "block_parameters": block_parameters,
@@ -248,21 +220,15 @@ def make_cell(model: str, config: ModelConfig, setting: tuple[int, int], grid: G
     }
 
 
-@cache
-def versions() -> dict[str, str]:
-    return {"jax": jax.__version__, **{name: version(name) for name in ("jaxlib", "flax", "optax", "numpy")}}
-
-
 def measure(trainer: Trainer, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells with their numbers, or with the reason for none."""
-    try:
-        numbers = trainer.run([cell["rate"] for cell in cells], [cell["seed"] for cell in cells])
-    except Exception as error:  # Some cells fail, the others go on.
-        numbers = [{"error": describe(error)}] * len(cells)
-    when = {"date": time.strftime("%Y-%m-%d"), "source": fingerprint([qd, pallas_kernels], "**/*.py")}
-    found = [{**cell, **when, **own} for cell, own in zip(cells, numbers, strict=True)]
-    if "error" in numbers[0]:
-        check_alive()
+
+    def numbers(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return trainer.run([cell["rate"] for cell in cells], [cell["seed"] for cell in cells])
+
+    found = attempt(numbers, cells)
+    for cell in found:
+        print(format_cell(cell), flush=True)
     return found
 
 

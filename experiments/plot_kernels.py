@@ -5,12 +5,12 @@
 writes the table as .md and the plot as .png beside the file, from the file alone.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from experiments import style
+from experiments.tables import header, in_cell, line, number, ratio, save, write
 
 COLORS = dict(zip(("mosaic", "xla", "peer"), style.COLORS, strict=False))
 
@@ -48,11 +48,16 @@ def summary(result: dict[str, Any]) -> str:
         times = {side: row.get(side, {}).get("device_ms") for side in COLORS}
         floor = next(iter(row.values()))["floor_ms"]
         ratios = ratio(times["mosaic"], floor), ratio(times["peer"], times["mosaic"])
-        shown = [number(times[side]) + ("*" if "note" in row.get(side, {}) else "") for side in COLORS]
+        shown = [number(times[side]) + star(row.get(side, {})) for side in COLORS]
         lines.append(line((*names, number(floor), *shown, *ratios)))
     if any("note" in cell for cell in result["cells"]):
         lines += ["", "\\* computes another recurrence"]
     return "\n".join([*lines, ""])
+
+
+def star(cell: dict[str, Any]) -> str:
+    """The mark of what computes another recurrence."""
+    return "*" if "note" in cell else ""
 
 
 def table(result: dict[str, Any]) -> str:
@@ -76,7 +81,7 @@ def both_table(result: dict[str, Any]) -> str:
         by = f" ({c['versions']['gradients']})" if c["implementation"] == "mosaic" else ""
         values = [number(c.get(name)) for name in ("both_ms", "both_call_ms", "both_mib")]
         errors = [f"{c[name]:.1e}" if name in c else "" for name in ("gradient_error", "decay_gradient_error")]
-        why = c.get("both_error", "").replace("\n", " ").replace("|", "/")
+        why = in_cell(c.get("both_error", ""))
         lines.append(line((c["shape"], c["rule"], c["dtype"], c["implementation"] + by, *values, *errors, why)))
     return "\n".join([*lines, ""]) if cells else ""
 
@@ -85,23 +90,12 @@ def remark(cell: dict[str, Any]) -> str:
     parts = [str(cell[name]) for name in ("note", "reason", "error") if name in cell]
     if "do_bench_ms" in cell:
         parts.append(f"Triton's do_bench {number(cell['do_bench_ms'])} ms")
-    return "; ".join(parts).replace("\n", " ").replace("|", "/")
+    return in_cell("; ".join(parts))
 
 
-def header(titles: tuple[str, ...]) -> list[str]:
-    return [line(titles), "|" + "---|" * len(titles)]
-
-
-def line(values: tuple[str, ...]) -> str:
-    return f"| {' | '.join(values)} |"
-
-
-def number(x: float | None) -> str:
-    return "" if x is None else f"{x:.3g}"
-
-
-def ratio(x: float | None, y: float | None) -> str:
-    return f"{x / y:.2f}" if x and y else ""
+def text(result: dict[str, Any]) -> str:
+    """All tables."""
+    return "\n".join(filter(None, (summary(result), both_table(result), table(result))))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -110,6 +104,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     rows = sides(result)
     panels = list(dict.fromkeys((shape, dtype) for shape, _, dtype in rows))
     rules = list(dict.fromkeys(rule for _, rule, _ in rows))
+    seen = [side for side in COLORS if any(row.get(side, {}).get("device_ms") for row in rows.values())]
+    width = 0.8 / max(1, len(seen))
     figure, axes = plt.subplots(
         len(panels), figsize=(11, 1 + 2.2 * len(panels)), sharex=True, squeeze=False, layout="constrained"
     )
@@ -117,30 +113,31 @@ def plot(result: dict[str, Any], path: Path) -> None:
         floors = []
         for place, rule in enumerate(rules):
             row = rows.get((shape, rule, dtype), {})
-            for offset, (side, color) in enumerate(COLORS.items()):
-                if row.get(side, {}).get("device_ms"):
-                    ax.bar(place + 0.27 * (offset - 1), row[side]["device_ms"], 0.25, color=color)
+            for order, side in enumerate(seen):
+                ms = row.get(side, {}).get("device_ms")
+                if ms:
+                    x = place + width * (order - (len(seen) - 1) / 2)
+                    bars = ax.bar(x, ms, 0.95 * width, color=COLORS[side])
+                    ax.bar_label(bars, [number(ms) + star(row[side])], fontsize=8, padding=1)
             if row:
                 floors.append(next(iter(row.values()))["floor_ms"])
                 ax.hlines(floors[-1], place - 0.42, place + 0.42, color="black")
         ax.set(yscale="log", ylabel="ms", title=f"{shape} (batch x tokens x heads), {dtype}")
-        ax.set_ylim(bottom=0.5 * min(floors))
-        ax.grid(axis="y", alpha=0.3)
-    axes[-1, 0].set_xticks(range(len(rules)), rules, rotation=20)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
-    names = ["mosaic", "xla", "peer (its fastest variant)", "floor: inputs and output moved once"]
-    figure.legend([*handles, plt.Line2D([], [], color="black")], names, loc="outside lower center", ncols=4)
+        ax.set_ylim(0.5 * min(floors), 1.6 * ax.get_ylim()[1])
+        ax.grid(axis="x", visible=False)
+    axes[-1, 0].set_xticks(range(len(rules)), rules)
+    starred = any("note" in cell for cell in result["cells"])
+    names = {"peer": f"peer (its fastest variant{'; * computes another recurrence' if starred else ''})"}
+    handles = {names.get(side, side): plt.Rectangle((0, 0), 1, 1, color=COLORS[side]) for side in seen}
+    handles["floor: inputs and output moved once"] = plt.Line2D([], [], color="black")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
     figure.suptitle(f"Forward, time in GPU kernels (ms), {result['device']}")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
     plt.close(figure)
 
 
 def main(path: Path) -> None:
-    result = json.loads(path.read_text())
-    text = "\n".join(filter(None, (summary(result), both_table(result), table(result))))
-    path.with_suffix(".md").write_text(text)
-    plot(result, path.with_suffix(".png"))
-    print(f"{text}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+    write(path, text, plot)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiments.plot_kernels import header, line
 from experiments.style import COLORS, MARKERS, pyplot
+from experiments.sweeps import pick
+from experiments.tables import header, line, save, write
 from experiments.uncertainty import interval
 
 COLUMNS = (
@@ -33,19 +34,6 @@ COLUMNS = (
 
 GROUP = ("length", "pairs", "width", "model", "options")
 """What the cells of a row of the table share."""
-
-
-def pick(sweep: list[dict[str, Any]]) -> float | None:
-    """The learning rate of the best mean validation accuracy, the lower of equals; None without any result.
-
-    >>> pick([{"rate": 0.1, "validation": 0.5}, {"rate": 0.01, "validation": 0.5}, {"rate": 1.0, "error": "NaN"}])
-    0.01
-    """
-    found: dict[float, list[float]] = {}
-    for cell in sweep:
-        if "error" not in cell:
-            found.setdefault(cell["rate"], []).append(cell["validation"])
-    return max(sorted(found), key=lambda rate: mean(found[rate])) if found else None
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,13 +112,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     handles: dict[str, Any] = {}
     for ax, panel in zip(axes.flat, panels, strict=False):
+        placed = _side_by_side([row for row in found if _panel(row) == panel])
         for number, model in enumerate(models):
-            mine = [row for row in found if row["model"] == model and _panel(row) == panel]
+            mine = [(x, row) for x, row in placed if row["model"] == model]
             if mine:
-                handles[model] = _curve(ax, sorted(mine, key=lambda row: row["state"]), model, number)
+                handles[model] = _curve(ax, mine, model, number)
         ax.set_xscale("log", base=2)
         ax.set_ylim(-3, 103)
-        ax.set(xlabel="state: numbers a layer (shifted a little for each model)", ylabel="test accuracy (%)")
+        ax.set(xlabel="state: numbers a layer (memories of about one size side by side)", ylabel="test accuracy (%)")
         ax.set_title("{} tokens, {} pairs, vocabulary {}".format(*panel))
         ax.grid(alpha=0.3)
     for ax in list(axes.flat)[len(panels) :]:
@@ -138,7 +127,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     if handles:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"Multi-query associative recall, mean and 95% interval over seeds (points)\n{result['device']}")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
     plt.close(figure)
 
 
@@ -146,30 +135,44 @@ def _panel(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["length"], row["pairs"], row["options"]["vocab"]
 
 
-def _curve(ax: Any, mine: list[dict[str, Any]], model: str, number: int) -> Any:
+def _side_by_side(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
+    """Where each row stands, from left to right: memories within 10% of each other would hide each other.
+
+    >>> [round(x) for x, _ in _side_by_side([{"state": x, "model": ""} for x in (100, 100, 400)])]
+    [99, 101, 400]
+    """
+    groups: list[list[dict[str, Any]]] = []
+    for row in sorted(rows, key=lambda row: (row["state"], row["model"])):
+        if not groups or row["state"] > 1.1 * groups[-1][0]["state"]:
+            groups.append([])
+        groups[-1].append(row)
+    placed = []
+    for group in groups:
+        middle = (group[0]["state"] * group[-1]["state"]) ** 0.5
+        placed += [(middle * 1.025 ** (i - (len(group) - 1) / 2), row) for i, row in enumerate(group)]
+    return placed
+
+
+def _curve(ax: Any, mine: list[tuple[float, dict[str, Any]]], model: str, number: int) -> Any:
     """Accuracy over state with bars, and each seed as a point; of one seed there is no interval and no bar."""
-    # Memories of the same size would hide each other.
-    shift = 1.025 ** (number - 3)
-    x, y = [shift * row["state"] for row in mine], [100 * row["mean"] for row in mine]
-    ends = [row["interval"] or (row["mean"], row["mean"]) for row in mine]
-    bars = [[100 * (row["mean"] - low) for row, (low, _) in zip(mine, ends, strict=True)]]
-    bars += [[100 * (high - row["mean"]) for row, (_, high) in zip(mine, ends, strict=True)]]
+    y = [100 * row["mean"] for _, row in mine]
+    ends = [row["interval"] or (row["mean"], row["mean"]) for _, row in mine]
+    bars = [[100 * (row["mean"] - low) for (_, row), (low, _) in zip(mine, ends, strict=True)]]
+    bars += [[100 * (high - row["mean"]) for (_, row), (_, high) in zip(mine, ends, strict=True)]]
     own = model.startswith("transformer")
     color = "black" if own else COLORS[number % (len(COLORS) - 1)]
     style = {
         "linestyle": "--" if "+window" in model else ":" if model == "transformer" else "-",
         "marker": "*" if own else MARKERS[number // 2 % 7],
     }
-    for place, row in zip(x, mine, strict=True):
-        ax.scatter([place] * len(row["tests"]), [100 * test for test in row["tests"]], s=6, color=color, alpha=0.5)
-    return ax.errorbar(x, y, bars, color=color, capsize=3, linewidth=1.4, markersize=5, **style)
+    for x, row in mine:
+        ax.scatter([x] * len(row["tests"]), [100 * test for test in row["tests"]], s=6, color=color, alpha=0.5)
+    places = [x for x, _ in mine]
+    return ax.errorbar(places, y, bars, color=color, capsize=3, linewidth=1.4, markersize=5, **style)
 
 
 def main(path: Path) -> None:
-    result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(table(result))
-    plot(result, path.with_suffix(".png"))
-    print(f"{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+    write(path, table, plot)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@
 writes the table as .md and the plot as .png beside the file, from the file alone.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.plot_kernels import header, line, number
 from experiments.style import COLORS, pyplot
+from experiments.tables import header, in_cell, line, number, save, write
 
 COLUMNS = (
     "size",
@@ -79,7 +78,12 @@ def remark(cell: dict[str, Any]) -> str:
     parts += ["packed"] if cell["packed"] else []
     parts += [f"too large: {', '.join(cell['too_large'])}"] if cell["too_large"] else []
     parts += [cell["error"]] if "error" in cell else []
-    return "; ".join(parts).replace("\n", " ").replace("|", "/")
+    return in_cell("; ".join(parts))
+
+
+def text(result: dict[str, Any]) -> str:
+    """Both tables."""
+    return f"{summary(result)}\n{table(result)}"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -91,6 +95,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(
         2, len(sizes), figsize=(1 + 5 * len(sizes), 7), sharex=True, squeeze=False, layout="constrained"
     )
+    handles: dict[str, Any] = {}
     for column, size in enumerate(sizes):
         for (other, model, side), row in found.items():
             if other != size:
@@ -100,27 +105,24 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 "color": COLORS[models.index(model) % len(COLORS)],
                 "linestyle": "--" if side == "fla" else "-",
                 "marker": "x" if side == "fla" else "o",
-                "label": f"{model} ({side})",
             }
             for ax, name in zip(axes[:, column], ("tokens_per_s", "utilisation"), strict=True):
-                ax.plot([c["length"] for c in cells], [c[name] for c in cells], **style)
+                (drawn,) = ax.plot([c["length"] for c in cells], [c[name] for c in cells], **style)
+                handles.setdefault(f"{model} ({side})", drawn)
         for ax, name in zip(axes[:, column], ("tokens/s", "model FLOP utilisation"), strict=True):
             ax.set_xscale("log", base=2)
             ax.set(ylabel=name, title=size)
             ax.set_ylim(bottom=0)
             ax.grid(alpha=0.3)
         axes[1, column].set_xlabel("tokens of a row")
-        axes[0, column].legend(fontsize=7)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4 if len(sizes) > 1 else 2, fontsize=8)
     figure.suptitle(f"Training steps, {result['device']}")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
     plt.close(figure)
 
 
 def main(path: Path) -> None:
-    result = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(f"{summary(result)}\n{table(result)}")
-    plot(result, path.with_suffix(".png"))
-    print(f"{summary(result)}\n{table(result)}\n{path.with_suffix('.md')}, {path.with_suffix('.png')}")
+    write(path, text, plot)
 
 
 if __name__ == "__main__":

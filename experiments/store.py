@@ -34,6 +34,8 @@ class CellStore:
         return not self.again and any(all(x.get(n) == cell[n] for n in wanted) for x in done)
 
     def put(self, cell: dict[str, Any]) -> None:
+        """Stores a cell with the command that measured it: those of one file may come from several runs."""
+        cell = {**cell, "command": self.result["command"]}
         others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in self.key)]
         self.result["cells"] = [*others, cell]
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,12 @@ def count_blocks(config: ModelConfig) -> int:
     return count_parameters(config, blocks_only=True)
 
 
+def differing(config: ModelConfig) -> dict[str, Any]:
+    """The fields that are not a plain model's: what a result file says of a model."""
+    plain = ModelConfig(vocab_size=1, width=4, layers=1, mlp_hidden=1).to_dict()
+    return {name: x for name, x in config.to_dict().items() if x != plain[name]}
+
+
 def step_flops(config: ModelConfig, length: int, tokens: int) -> dict[str, float]:
     """Floating-point operations that one training step of a model needs, by part; a multiplication and an addition
     are two.

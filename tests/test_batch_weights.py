@@ -124,6 +124,12 @@ def test_other_weights_are_refused():
             results(language_model, batch._replace(weights=wrong))
 
 
+def test_rows_that_cannot_be_cut_are_refused():
+    batch, _ = drawn()
+    with pytest.raises(ValueError, match="batch: got 4 rows, want a multiple of accumulation = 3"):
+        results(language_model, batch, accumulation=3)
+
+
 def test_held_out_batches_have_none():
     documents = Documents([np.arange(20, dtype=np.int32), np.arange(5, dtype=np.int32)], 256, 0)
     for batch in held_out_batches(documents, length=8, rows=3):

@@ -17,7 +17,8 @@ from experiments.mqar_models import CONVOLVED, make_config, state_size
 from experiments.mqar_models import build as build_model
 from experiments.mqar_models import weight as weigh_model
 from experiments.mqar_training import PARTS, Plan, Trainer, make_data, make_order
-from experiments.plot_mqar import pick, rows
+from experiments.plot_mqar import rows
+from experiments.sweeps import pick
 from experiments.training_models import TRANSFORMER
 from experiments.uncertainty import interval
 from qdelta_jax import RULES, tasks

@@ -99,7 +99,7 @@ def test_examples_say_what_they_need():
 def test_score_is_a_substring_of_any_case():
     samples = [NeedleSample("..", answer, "calm-otter", 0) for answer in ("1234567", "ab-cd", "ab-cd", "7654321")]
     outputs = [" 1234567.", "It is AB-CD", "ab cd", "765432"]
-    assert needle_score(outputs, samples) == 0.5
+    assert needle_score(outputs, samples) == needle_score(iter(outputs), iter(samples)) == 0.5
     vocabulary = ByteVocabulary()
     assert needle_score([vocabulary.encode(x) for x in outputs], samples, vocabulary) == 0.5
     assert needle_score([s.answer for s in samples], samples) == 1
@@ -126,6 +126,7 @@ def test_score_is_a_substring_of_any_case():
         ({"text": None}, "text: got NoneType, want a string"),
         ({"text": " \n"}, "text: got a string of 2 characters, want a string with words"),
         ({"depth": 101}, "depth: got 101, want an integer from 0 to 100"),
+        ({"depth": True}, "depth: got True, want an integer from 0 to 100"),
         ({"depth": -1}, "depth: got -1, want an integer from 0 to 100"),
         ({"tokenizer": "bpe"}, "tokenizer: got str, want a pair of functions"),
         ({"tokenizer": (len,)}, "tokenizer: got tuple, want a pair of functions"),

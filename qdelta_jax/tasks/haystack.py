@@ -32,7 +32,9 @@ class Haystack(NamedTuple):
         """
         where = (start + np.arange(count)) % len(self.units)
         pieces = [self.units[i] for i in where]
-        places = np.append(np.flatnonzero(np.isin(where, self.begins)), count)
+        # A text may be long and what is cut from it short: a search for each word, not a pass over all sentences.
+        near = np.minimum(np.searchsorted(self.begins, where), len(self.begins) - 1)
+        places = np.append(np.flatnonzero(self.begins[near] == where), count)
         # From the back, so that the places of the others stay what they are.
         for depth, needle in sorted(needles, reverse=True):
             pieces.insert(places[(len(places) - 1) * depth // 100], needle)

@@ -1,7 +1,7 @@
 """Needles in a haystack, as RULER asks for them (arXiv 2404.06654), for any tokenizer, text and length."""
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,7 +107,8 @@ def needle_samples(
     ('One of the special magic numbers for round-rocket is: 8933942.', 539)
     """
     check_count("num_samples", num_samples)
-    if depth is not None and (not isinstance(depth, int | np.integer) or not 0 <= depth <= 100):
+    whole = isinstance(depth, int | np.integer) and not isinstance(depth, bool)
+    if depth is not None and (not whole or not 0 <= depth <= 100):
         raise ValueError(f"depth: got {depth!r}, want an integer from 0 to 100 (percent), or None")
     writer = _Writer(task, length, tokenizer, text)
     return [writer.write(generator(seed, SAMPLES, i), depth) for i in range(num_samples)]
@@ -169,7 +170,7 @@ def needle_examples(samples: Sequence[NeedleSample], *, length: int, tokenizer: 
     return Examples(inputs, np.where(mask, targets, 0), mask)
 
 
-def needle_score(outputs: Sequence[Any], samples: Sequence[NeedleSample], tokenizer: Any = None) -> float:
+def needle_score(outputs: Iterable[Any], samples: Iterable[NeedleSample], tokenizer: Any = None) -> float:
     """The fraction of outputs that contain their sample's answer, upper or lower case alike.
 
     Args:
@@ -183,6 +184,7 @@ def needle_score(outputs: Sequence[Any], samples: Sequence[NeedleSample], tokeni
     >>> needle_score([" AB12.", " ab 12"], [sample, sample])
     0.5
     """
+    outputs, samples = list(outputs), list(samples)
     if not samples or len(outputs) != len(samples):
         raise ValueError(f"outputs: got {len(outputs)} for {len(samples)} samples, want one for each of at least one")
     if tokenizer is not None:

@@ -35,8 +35,8 @@ def modular_addition(num_examples: int, *, length: int, modulus: int, seed: Seed
     ([[1, 1, 2, 2, 0, 0]], [[1, 2, 1, 0, 0, 0]])
     """
     shape = check_count("num_examples", num_examples), check_count("length", length)
-    if check_count("modulus", modulus) < 2:
-        raise ValueError(f"modulus: got {modulus}, want at least 2")
+    if not 2 <= check_count("modulus", modulus) <= 2**31:
+        raise ValueError(f"modulus: got {modulus}, want 2 to 2^31: tokens are int32")
     inputs = generator(seed).integers(0, modulus, shape, dtype=np.int32)
     targets = np.cumsum(inputs, axis=1, dtype=np.int64) % modulus
     return Examples(inputs, targets.astype(np.int32), np.ones(shape, np.bool_))

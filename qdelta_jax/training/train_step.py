@@ -95,7 +95,7 @@ class Learner:
 
     init(seed) -> TrainState, update(state, batch) -> (TrainState, Metrics), which donates the state that it
     is given, and evaluate(state, batch) -> (summed loss, tokens) are compiled; use them inside
-    `jax.set_mesh(mesh)`.
+    `jax.set_mesh(mesh)`. init compiles for each seed; `start` is what it compiles, and takes a traced key, too.
 
     Raises:
         ValueError: accumulation or loss_chunk is not an integer of at least 1.
@@ -128,12 +128,13 @@ class Learner:
             transform_non_params=lambda _: everywhere,
         )
         self.shardings = TrainState(params_place, constants_place, opt_place, everywhere, everywhere, everywhere)
-        self.init = jax.jit(self._init, static_argnums=0, out_shardings=self.shardings)
+        self.init = jax.jit(self.start, static_argnums=0, out_shardings=self.shardings)
         self.update = jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, None))
         self.evaluate = jax.jit(lambda state, batch: self._sum_loss(state.params, state.constants, batch))
 
-    def _init(self, seed: int) -> TrainState:
-        """The state before the first update. Each device makes its part; the values depend on no mesh."""
+    def start(self, seed: int | Array) -> TrainState:
+        """The state before the first update, of a seed or a key. Each device makes its part; the values depend on no
+        mesh."""
         _, params, constants = nnx.split(self.build(nnx.Rngs(seed)), nnx.Param, ...)  # type: ignore[misc]
         params = nnx.to_pure_dict(params)
         zero = jnp.zeros((), jnp.int32)
@@ -141,7 +142,7 @@ class Learner:
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for restoring one."""
-        shapes = jax.eval_shape(lambda: self._init(0))
+        shapes = jax.eval_shape(lambda: self.start(0))
         return jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, self.shardings
         )
@@ -167,7 +168,15 @@ class Learner:
         return loss.astype(jnp.float32), tokens
 
     def gradient(self, state: TrainState, batch: Batch) -> tuple[Array, Any, Array]:
-        """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens (or weights)."""
+        """(mean loss, its gradient, tokens). Sums over microbatches are divided once, by all tokens (or weights).
+
+        Raises:
+            ValueError: the rows cannot be cut into `accumulation` microbatches.
+        """
+        if len(batch.tokens) % self.accumulation:
+            raise ValueError(
+                f"batch: got {len(batch.tokens)} rows, want a multiple of accumulation = {self.accumulation}"
+            )
         value_and_grad = jax.value_and_grad(self._sum_loss, has_aux=True)
         if self.accumulation == 1:
             (loss, tokens), grads = value_and_grad(state.params, state.constants, batch)
@@ -214,6 +223,8 @@ def _counted(batch: Batch) -> Array:
     if weights is None:
         return predicted
     kinds = (jnp.bool_, jnp.floating)
+    if not hasattr(weights, "dtype"):
+        raise ValueError(f"weights: got {type(weights).__name__}, want an array, bool or floating")
     if weights.shape != batch.tokens.shape or not any(jnp.issubdtype(weights.dtype, kind) for kind in kinds):
         raise ValueError(
             f"weights: got {weights.dtype} {weights.shape}, want bool or floating [B,T] = {batch.tokens.shape}"

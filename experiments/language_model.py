@@ -1,0 +1,260 @@
+"""Which memory models real text best? Every rule, a Transformer, hybrids and the papers' ablations, on the same tokens.
+
+    python -m experiments.language_model                            the shipped text, tiny models, minutes on two cores
+    python -m experiments.corpus --out runs/corpus                  gathers about 100 MB of free English text
+    python -m experiments.language_model --grid full --minutes 25   one GPU; the same command goes on
+
+Blocks of one weight (`training_models.weigh`), one tokenizer, and for each seed the same tokens in the same order: a
+difference between two models is paired by seed. For each model the same learning rates are tried with a seed of their
+own (0), the best on the first half of the held-out documents is picked, and seeds 1, 2 .. at that rate are tested on
+the other half. The same seed gives the same numbers on the same machine.
+
+Budget. Runs of a model: rates + seeds = 4 (toy), 5 (full).
+    toy     2 cores: 6 models = 24 runs of 0.2M tokens, about 10 s each
+    full    one H200: 22 models = 110 runs of 25M tokens (1 epoch of the corpus), 39M parameters. A run may take 10
+            minutes and is expected to take 20 to 40 s, and a model 30 s to compile: 3 minutes for a model
+Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.
+
+Results go to experiments/results/language_model_DEVICE.json after each cell; what is stored there with the same options
+and package versions isn't trained again. `python -m experiments.plot_language FILE` makes a table and a plot of it.
+"""
+
+import math
+import time
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache, partial
+from itertools import islice
+from typing import Any, Literal
+
+import jax
+import tyro
+
+import qdelta_jax as qd
+from experiments.bench import RESULTS
+from experiments.language_models import ABLATIONS, make_config
+from experiments.language_training import Plan, Runner, deterministic, plan
+from experiments.mqar_models import build, state_size, weight
+from experiments.plot_language import table
+from experiments.store import CellStore, device_file, make_header
+from experiments.sweeps import Cell, attempt, complete, versions
+from experiments.texts import Text, load_text
+from experiments.training_models import TRANSFORMER, differing
+from qdelta_jax.models import ModelConfig
+from qdelta_jax.training.data import Batch, batches, held_out_batches
+from qdelta_jax.training.loop import evaluate
+from qdelta_jax.training.train_step import TrainState
+
+KEY = ("model", "rate", "seed", "options")
+"""What tells one cell from another; a later run of the same replaces it."""
+
+HYBRIDS = ("gated_delta_net+window", "kda+window", "gated_delta_net2+window", "q_delta+window")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """models: names, see experiments/language_models.py. corpus: a folder that experiments/corpus.py made; None for the
+    shipped text as bytes. rates: of the sweep. seeds: that are reported. length: of a row. tokens: of a run.
+    batch_tokens: of a step. minutes: no cell is begun after that. run_minutes: a run that takes longer fails. base: the
+    model whose weight all have."""
+
+    models: tuple[str, ...]
+    corpus: str | None
+    rates: tuple[float, ...]
+    seeds: int
+    length: int
+    tokens: int
+    batch_tokens: int
+    minutes: float
+    run_minutes: float
+    base: ModelConfig
+
+
+TINY = ModelConfig(
+    vocab_size=1,
+    width=64,
+    layers=2,
+    mlp_hidden=168,
+    heads=2,
+    key_dim=32,
+    value_dim=32,
+    attention_heads=2,
+    window=64,
+    tie_embeddings=True,
+    implementation="xla",
+)
+SMALL = ModelConfig(
+    vocab_size=1,
+    width=512,
+    layers=10,
+    mlp_hidden=1408,
+    heads=4,
+    key_dim=128,
+    value_dim=128,
+    attention_heads=8,
+    window=512,
+    tie_embeddings=True,
+    dtype="bfloat16",
+)
+"""vocab_size is that of the text."""
+
+ORDER = (
+    *("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "mamba2", "q_delta2"),
+    *(name for name in qd.RULES if name in ("gla", "retnet", "delta_net", "linear_attention")),
+)
+
+GRIDS = {
+    "toy": Grid(
+        models=("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "q_delta+window"),
+        corpus=None,
+        rates=(4e-3,),
+        seeds=3,
+        length=128,
+        tokens=204_800,
+        batch_tokens=1024,
+        minutes=15.0,
+        run_minutes=10.0,
+        base=TINY,
+    ),
+    "full": Grid(
+        models=(*ORDER, *HYBRIDS, *ABLATIONS),
+        corpus="runs/corpus",
+        rates=(1e-3, 2e-3),
+        seeds=3,
+        length=1024,
+        tokens=25_000_000,
+        batch_tokens=32768,
+        minutes=25.0,
+        run_minutes=10.0,
+        base=SMALL,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Language:
+    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+
+    grid: Literal["toy", "full"] = "toy"
+    models: tuple[str, ...] | None = None
+    corpus: str | None = None
+    rates: tuple[float, ...] | None = None
+    seeds: int | None = None
+    length: int | None = None
+    tokens: int | None = None
+    batch_tokens: int | None = None
+    minutes: float | None = None
+    run_minutes: float | None = None
+    again: bool = False
+    out: str = str(RESULTS)
+
+
+def main(options: Language) -> dict[str, Any]:
+    began = time.perf_counter()
+    deterministic()
+    grid = resolve(options)
+    text = load_text(grid.corpus)
+    device = jax.devices()[0].device_kind
+    header = make_header("language_model", device, options.out)
+    store = CellStore(KEY, device_file(options.out, "language_model", device), header, options.again)
+    left = 0
+    for model in grid.models:
+        config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
+        runner = Runner(partial(build, model, config), plan_of(grid))
+        base = make_cell(model, config, text, grid)
+        until = began + 60 * grid.minutes
+        work = partial(measure, runner, text)
+        left += complete(store, base, grid.rates, grid.seeds, work, until, name="validation", sign=-1)
+    print(f"\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    return store.result
+
+
+def resolve(options: Language) -> Grid:
+    """The grid with what the options say instead.
+
+    Raises:
+        ValueError: a bad value.
+    """
+    names = {field.name for field in fields(Grid)} & {field.name for field in fields(Language)}
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    grid = replace(GRIDS[options.grid], **given)
+    if grid.seeds < 1:
+        raise ValueError(f"seeds: got {grid.seeds}, want at least 1")
+    for name in ("models", "rates"):
+        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    plan_of(grid)
+    for model in grid.models:
+        make_config(model, grid.base)
+    return grid
+
+
+def plan_of(grid: Grid) -> Plan:
+    return plan(**{name: getattr(grid, name) for name in ("length", "tokens", "batch_tokens", "run_minutes")})
+
+
+def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
+    """What the cells of a model have in common."""
+    runs = plan_of(grid)
+    parameters, block_parameters = weight(model, config)
+    return {
+        "model": model,
+        "options": {
+            "text": text.name,
+            "length": runs.length,
+            "rows": runs.rows,
+            "steps": runs.steps,
+            "base": differing(grid.base),
+        },
+        "config": differing(config),
+        "state": state_size(config, grid.length),
+        "parameters": parameters,
+        "block_parameters": block_parameters,
+        "epochs": round(runs.tokens / text.train.num_tokens, 3),
+        "versions": versions(),
+    }
+
+
+def measure(runner: Runner, text: Text, cells: list[Cell]) -> list[Cell]:
+    """The cells with their numbers, or with the reason for none."""
+    shape = (runner.plan.length, runner.plan.rows)
+
+    def score(state: TrainState) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name in ("validation", "test"):
+            numbers = evaluate(runner.learner, state, held_out(text, name, *shape), getattr(text, name).num_bytes)
+            found |= {name: numbers["held_out/loss"], f"{name}_bits_per_byte": numbers["held_out/bits_per_byte"]}
+        if not math.isfinite(found["validation"]):
+            raise FloatingPointError(f"the held-out loss is {found['validation']}, want a finite number")
+        return found
+
+    def numbers(cells: list[Cell]) -> list[Cell]:
+        (cell,) = cells
+        return [runner.run(cell["rate"], cell["seed"], iter(training(text, cell["seed"], runner.plan)), score)]
+
+    found = attempt(numbers, cells)
+    for cell in found:
+        print(format_cell(cell), flush=True)
+    return found
+
+
+@lru_cache(maxsize=8)
+def training(text: Text, seed: int, runs: Plan) -> list[Batch]:
+    """The batches of that seed, the same for every model."""
+    return list(islice(batches(text.train, length=runs.length, rows=runs.rows, seed=seed), runs.steps))
+
+
+@cache
+def held_out(text: Text, name: str, length: int, rows: int) -> list[Batch]:
+    return list(held_out_batches(getattr(text, name), length=length, rows=rows))
+
+
+def format_cell(cell: Cell) -> str:
+    words = "{model:34s} rate {rate:<8.2g} seed {seed}".format(**cell)
+    if "error" in cell:
+        return f"{words}  {cell['error']}"
+    return words + "  validation {validation:.4f}  test {test:.4f} nats  {seconds:.1f} s".format(**cell)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Language, description=__doc__))

@@ -1,0 +1,270 @@
+"""Does a model find what it read, beyond the length it was trained at? RULER's needles at 1, 2, 4 and 8 times that.
+
+    python -m experiments.niah                              tiny models on the shipped text, minutes on two CPU cores
+    python -m experiments.niah --grid full --minutes 25     one GPU, the text of experiments/corpus.py; the same
+                                                            command goes on
+
+A batch is half needle documents of the four tasks (S-NIAH-1, 2, 3, MK-NIAH-1, arXiv 2404.06654) as long as a row, with
+the training text as their haystack, half rows of that text; the tokens of an answer weigh `answer_weight` each, all
+others 1. Keys, values and haystacks of the test are others: another seed, and held-out text. An answer counts as found
+if every token of it is the model's most likely one after the prompt and the answer so far, which is what greedy
+decoding writes first (RULER also counts answers that come later in what it writes).
+Models weigh the same and see the same batches in the same order for a seed. The learning rate is picked for each by
+the mean over the tasks at the training length with a seed (0) and samples of its own; seeds 1, 2 .. are reported.
+
+Budget. Runs of a model: rates + seeds = 2 (toy), 5 (full).
+    toy     2 cores: 3 models = 6 runs of 1.2M tokens, about a minute each
+    full    one H200: 11 models = 55 runs of 16M tokens, 39M parameters, each scored on 4 tasks x 4 lengths x 200
+            samples (12M tokens). A run may take 10 minutes and is expected to take 60 s
+Cells come in the order of `--models`.
+
+Results go to experiments/results/niah_DEVICE.json after each cell; what is stored there with the same options and
+package versions isn't trained again. `python -m experiments.plot_niah FILE` makes a table and a plot of it.
+"""
+
+import time
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from statistics import mean
+from typing import Any, Literal
+
+import jax
+import tyro
+
+from experiments.bench import RESULTS
+from experiments.language_model import HYBRIDS, SMALL, TINY
+from experiments.language_models import make_config
+from experiments.language_training import Plan, Runner, deterministic, plan
+from experiments.mqar_models import CONVOLVED, build, state_size, weight
+from experiments.niah_data import TEST, VALIDATION, accuracy, answered, prepare, questions, training
+from experiments.plot_niah import table
+from experiments.store import CellStore, device_file, make_header
+from experiments.sweeps import Cell, attempt, complete, versions
+from experiments.texts import Text, load_text
+from experiments.training_models import TRANSFORMER, differing
+from qdelta_jax.models import ModelConfig
+from qdelta_jax.tasks import NEEDLE_TASKS
+from qdelta_jax.training.train_step import TrainState
+
+KEY = ("model", "rate", "seed", "options")
+"""What tells one cell from another; a later run of the same replaces it."""
+
+TIMES = (1, 2, 4, 8)
+"""Lengths of the test, in those of training."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """models: names, see experiments/language_models.py. corpus: a folder that experiments/corpus.py made; None for the
+    shipped text. bpe_size: of the tokenizer of the shipped text. rates: of the sweep. seeds: that are reported.
+    length: of a row. tokens: of a run. batch_tokens: of a step. documents: needle documents of each task. samples: of
+    the test, for each task and length. answer_weight: of a token of an answer. minutes: no cell is begun after that.
+    run_minutes: a run that takes longer fails. base: the model whose weight all have."""
+
+    models: tuple[str, ...]
+    corpus: str | None
+    bpe_size: int
+    rates: tuple[float, ...]
+    seeds: int
+    length: int
+    tokens: int
+    batch_tokens: int
+    documents: int
+    samples: int
+    answer_weight: float
+    minutes: float
+    run_minutes: float
+    base: ModelConfig
+
+
+GRIDS = {
+    "toy": Grid(
+        models=("gated_delta_net", CONVOLVED, "linear_attention"),
+        corpus=None,
+        bpe_size=2048,
+        rates=(6e-3,),
+        seeds=1,
+        length=384,
+        tokens=1_228_800,
+        batch_tokens=3072,
+        documents=400,
+        samples=20,
+        answer_weight=10.0,
+        minutes=15.0,
+        run_minutes=10.0,
+        base=TINY,
+    ),
+    "full": Grid(
+        models=(
+            *("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "mamba2", "q_delta2", "delta_net"),
+            *(HYBRIDS[0], HYBRIDS[2], HYBRIDS[3]),
+        ),
+        corpus="runs/corpus",
+        bpe_size=0,
+        rates=(1e-3, 2e-3),
+        seeds=3,
+        length=1024,
+        tokens=16_000_000,
+        batch_tokens=32768,
+        documents=2000,
+        samples=200,
+        answer_weight=10.0,
+        minutes=25.0,
+        run_minutes=10.0,
+        base=SMALL,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Niah:
+    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+
+    grid: Literal["toy", "full"] = "toy"
+    models: tuple[str, ...] | None = None
+    corpus: str | None = None
+    bpe_size: int | None = None
+    rates: tuple[float, ...] | None = None
+    seeds: int | None = None
+    length: int | None = None
+    tokens: int | None = None
+    batch_tokens: int | None = None
+    documents: int | None = None
+    samples: int | None = None
+    answer_weight: float | None = None
+    minutes: float | None = None
+    run_minutes: float | None = None
+    again: bool = False
+    out: str = str(RESULTS)
+
+
+def main(options: Niah) -> dict[str, Any]:
+    began = time.perf_counter()
+    deterministic()
+    grid = resolve(options)
+    text = load_text(grid.corpus, grid.bpe_size)
+    device = jax.devices()[0].device_kind
+    header = make_header("niah", device, options.out)
+    store = CellStore(KEY, device_file(options.out, "niah", device), header, options.again)
+    prepare(text, grid.length, TIMES, grid.samples)
+    left = 0
+    for model in grid.models:
+        config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
+        runner = Runner(partial(build, model, config), plan_of(grid))
+        base = make_cell(model, config, text, grid)
+        until = began + 60 * grid.minutes
+        work = partial(measure, runner, Scorer(runner, text, grid))
+        left += complete(store, base, grid.rates, grid.seeds, work, until)
+    print(f"\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    return store.result
+
+
+def resolve(options: Niah) -> Grid:
+    """The grid with what the options say instead.
+
+    Raises:
+        ValueError: a bad value.
+    """
+    names = {field.name for field in fields(Grid)} & {field.name for field in fields(Niah)}
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    grid = replace(GRIDS[options.grid], **given)
+    for name in ("seeds", "documents", "samples"):
+        if getattr(grid, name) < 1:
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
+    if not grid.answer_weight > 0:
+        raise ValueError(f"answer_weight: got {grid.answer_weight}, want above 0")
+    for name in ("models", "rates"):
+        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    if plan_of(grid).rows % 2:
+        raise ValueError(f"batch_tokens: got {grid.batch_tokens}, want an even number of rows of {grid.length}")
+    for model in grid.models:
+        make_config(model, grid.base)
+    return grid
+
+
+def plan_of(grid: Grid) -> Plan:
+    return plan(**{name: getattr(grid, name) for name in ("length", "tokens", "batch_tokens", "run_minutes")})
+
+
+def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
+    """What the cells of a model have in common."""
+    runs = plan_of(grid)
+    parameters, block_parameters = weight(model, config)
+    return {
+        "model": model,
+        "options": {
+            **{"text": text.name, "length": runs.length, "rows": runs.rows, "steps": runs.steps},
+            **{name: getattr(grid, name) for name in ("documents", "samples", "answer_weight")},
+            "base": differing(grid.base),
+        },
+        "config": differing(config),
+        "state": state_size(config, grid.length),
+        "parameters": parameters,
+        "block_parameters": block_parameters,
+        "versions": versions(),
+    }
+
+
+class Scorer:
+    """Accuracy of a model on each task and length.
+
+    Args:
+        runner: whose models.
+        text, grid: of the questions.
+    """
+
+    def __init__(self, runner: Runner, text: Text, grid: Grid):
+        self.runner, self.text, self.grid = runner, text, grid
+        self.answered = jax.jit(lambda state, asked: answered(runner.learner.model(state), asked))
+
+    def __call__(self, state: TrainState, seed: int, times: tuple[int, ...] = TIMES) -> dict[str, dict[str, float]]:
+        """By task, and by the length in lengths of training."""
+        grid = self.grid
+        return {
+            task: {
+                str(n): accuracy(
+                    partial(self.answered, state),
+                    questions(self.text, task, n * grid.length, grid.samples, seed),
+                    max(1, grid.batch_tokens // (n * grid.length)),
+                )
+                for n in times
+            }
+            for task in NEEDLE_TASKS
+        }
+
+
+def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
+    """The cells with their numbers, or with the reason for none."""
+    (cell,) = cells
+    grid, runs = scorer.grid, runner.plan
+
+    def score(state: TrainState) -> dict[str, Any]:
+        picked = scorer(state, VALIDATION, TIMES[:1])
+        own = {} if cell["sweep"] else {"test": scorer(state, TEST)}
+        return {"validation": mean(picked[task]["1"] for task in NEEDLE_TASKS), **own}
+
+    def numbers(cells: list[Cell]) -> list[Cell]:
+        shape = {"length": runs.length, "rows": runs.rows, "steps": runs.steps}
+        data = training(scorer.text, **shape, documents=grid.documents, weight=grid.answer_weight, seed=cell["seed"])
+        return [runner.run(cell["rate"], cell["seed"], data, score)]
+
+    made = attempt(numbers, cells)
+    for one in made:
+        print(format_cell(one), flush=True)
+    return made
+
+
+def format_cell(cell: Cell) -> str:
+    words = "{model:26s} rate {rate:<8.2g} seed {seed}".format(**cell)
+    if "error" in cell:
+        return f"{words}  {cell['error']}"
+    words += "  validation {validation:.3f}  {seconds:.1f} s".format(**cell)
+    for task, found in cell.get("test", {}).items():
+        words += f"\n    {task:10s} " + "  ".join(f"{n}x {x:.3f}" for n, x in found.items())
+    return words
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Niah, description=__doc__))

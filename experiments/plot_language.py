@@ -1,0 +1,218 @@
+"""The tables and the plot of what experiments/language_model.py stored.
+
+    python -m experiments.plot_language experiments/results/language_model_cpu.json
+
+writes the tables as .md and the plot as .png beside the file, from the file alone.
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from experiments.style import COLORS, pyplot
+from experiments.sweeps import pick
+from experiments.tables import header, line, save, write
+from experiments.uncertainty import interval, paired
+
+REFERENCE = "gated_delta_net"
+"""The model that all others are compared with."""
+
+COLUMNS = (
+    "model",
+    "state",
+    "block parameters",
+    "rates tried",
+    "rate",
+    "seeds",
+    "test loss (nats a token)",
+    "95% interval",
+    "bits a byte",
+    f"minus {REFERENCE}",
+    "95% interval",
+    "remark",
+)
+
+
+class Claim(NamedTuple):
+    """better, worse: models of which a paper reports that the first has the lower loss (perplexity). source: of it."""
+
+    better: str
+    worse: str
+    source: str
+
+
+Q_DELTA, GDN2 = "arXiv 2606.08804", "arXiv 2605.22791"
+
+CLAIMS = (
+    Claim("gated_delta_net2", "kda", GDN2),
+    Claim("gated_delta_net2", "gated_delta_net", GDN2),
+    Claim("gated_delta_net", "kda", GDN2),
+    Claim("gated_delta_net", "mamba2", GDN2),
+    Claim("gated_delta_net2", "mamba2", GDN2),
+    Claim("gated_delta_net2+window", "gated_delta_net+window", GDN2),
+    Claim("gated_delta_net2+window", "kda+window", GDN2),
+    Claim("gated_delta_net2+window", "gated_delta_net2", GDN2),
+    Claim("gated_delta_net2+window", "transformer", GDN2),
+    Claim("q_delta:feedback=0.8", "q_delta", Q_DELTA),
+    Claim("q_delta:no_decay", "q_delta", Q_DELTA),
+    Claim("q_delta:feedback=1", "q_delta", Q_DELTA),
+    Claim("q_delta:feedback=0.5", "q_delta", Q_DELTA),
+    Claim("q_delta", "q_delta:feedback=0.2", Q_DELTA),
+)
+"""Of perplexities on WikiText: 15.90 (Gated DeltaNet-2), 16.40 (Gated DeltaNet), 16.81 (KDA), 16.79 (Mamba-2), hybrids
+15.62, 16.00, 16.01 and the Transformer 19.22; Q-Delta 26.89, with its feedback fixed at 0.2, 0.5, 0.8 and 1 26.96,
+26.86, 26.61 and 26.55, without decay 26.52."""
+
+QUESTIONS = (
+    ("q_delta", REFERENCE, f"{Q_DELTA} (mean accuracy, not loss)"),
+    ("q_delta2", "q_delta", "this library's"),
+    ("q_delta2", "gated_delta_net2", "this library's"),
+    ("gated_delta_net2", "gated_delta_net2:channel_erase", f"{GDN2} (needles, not loss)"),
+    ("gated_delta_net2", "gated_delta_net2:channel_write", f"{GDN2} (needles, not loss)"),
+    ("gated_delta_net2", "gated_delta_net2:erase_to_2", f"{GDN2} (needles, not loss)"),
+)
+
+
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One for each model and options that has a picked rate: what the table says of it, lowest loss first."""
+    found = []
+    for _, group in groupby(sorted(result["cells"], key=_place), key=_place):
+        members = list(group)
+        sweep = [cell for cell in members if cell["sweep"]]
+        rate = pick(sweep, "validation", -1)
+        if rate is None:
+            continue
+        done = [cell for cell in members if not cell["sweep"] and cell["rate"] == rate and "error" not in cell]
+        tests = {cell["seed"]: cell["test"] for cell in done}
+        some = next(cell for cell in sweep if "error" not in cell)
+        tried = sorted({cell["rate"] for cell in sweep})
+        found.append(
+            {
+                **{name: some[name] for name in ("model", "options", "state", "block_parameters", "epochs")},
+                "trials": len(sweep),
+                "rate": rate,
+                "edge": len(tried) > 2 and rate in (tried[0], tried[-1]),
+                "tests": tests,
+                "mean": mean(tests.values()) if tests else None,
+                "interval": interval(list(tests.values())),
+                "bits": mean(cell["test_bits_per_byte"] for cell in done) if done else None,
+                "failed": sum("error" in cell for cell in members),
+            }
+        )
+    key = json.dumps
+    return sorted(found, key=lambda row: (key(row["options"], sort_keys=True), row["mean"] or 1e9, row["model"]))
+
+
+def _place(cell: dict[str, Any]) -> tuple[str, str]:
+    return json.dumps(cell["options"], sort_keys=True), cell["model"]
+
+
+def difference(mine: dict[str, Any], other: dict[str, Any]) -> tuple[float, tuple[float, float] | None] | None:
+    """Of the test losses, paired by seed; None without a seed that both have."""
+    seeds = sorted(set(mine["tests"]) & set(other["tests"]))
+    return paired([mine["tests"][s] for s in seeds], [other["tests"][s] for s in seeds]) if seeds else None
+
+
+def verdict(found: tuple[float, tuple[float, float] | None] | None) -> str:
+    """Whether the first of two has the lower loss.
+
+    >>> verdict((-0.1, (-0.2, -0.01))), verdict((0.1, (0.01, 0.2))), verdict((0.1, (-0.1, 0.3)))
+    ('yes', 'no: the other way round', 'the noise is too large to tell')
+    """
+    if found is None or found[1] is None:
+        return "too few seeds"
+    low, high = found[1]
+    if high < 0:
+        return "yes"
+    return "no: the other way round" if low > 0 else "the noise is too large to tell"
+
+
+def table(result: dict[str, Any]) -> str:
+    """For each set of options all models, then which of the papers' orders are reproduced, in markdown."""
+    parts = []
+    for _, group in groupby(rows(result), key=lambda row: json.dumps(row["options"], sort_keys=True)):
+        parts += [*_section(list(group), result["device"]), ""]
+    return "\n".join(parts)
+
+
+def _section(found: list[dict[str, Any]], device: str) -> list[str]:
+    options = found[0]["options"]
+    tokens = options["length"] * options["rows"] * options["steps"]
+    by_name = {row["model"]: row for row in found}
+    lines = [
+        f"{device}, {options['text']}: {tokens / 1e6:.3g}M tokens ({found[0]['epochs']:.3g} epochs) in rows of "
+        f"{options['length']}, {options['rows']} rows a step",
+        "",
+        *header(COLUMNS),
+    ]
+    for row in found:
+        other = by_name.get(REFERENCE)
+        gap = difference(row, other) if other is not None and other is not row else None
+        numbers = [str(row[name]) for name in ("state", "block_parameters", "trials")]
+        losses = [_number(row["mean"]), _between(row["interval"]), _number(row["bits"])]
+        gaps = ["", ""] if gap is None else [f"{gap[0]:+.4f}", _between(gap[1], "+")]
+        seeds = str(len(row["tests"]))
+        lines.append(line((row["model"], *numbers, f"{row['rate']:g}", seeds, *losses, *gaps, _remark(row))))
+    pairs = [
+        (f"{a} below {b}", source, difference(by_name[a], by_name[b]))
+        for a, b, source in (*CLAIMS, *QUESTIONS)
+        if a in by_name and b in by_name
+    ]
+    if pairs:
+        titles = ("loss of", "reported in", "difference, paired by seed", "95% interval", "here")
+        lines += ["", *header(titles)]
+        for words, source, gap in pairs:
+            shown = ["", ""] if gap is None else [f"{gap[0]:+.4f}", _between(gap[1], "+")]
+            lines.append(line((words, source, *shown, verdict(gap))))
+    return lines
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.4f}"
+
+
+def _between(ends: tuple[float, float] | None, sign: str = "") -> str:
+    return "" if ends is None else f"{ends[0]:{sign}.4f} to {ends[1]:{sign}.4f}"
+
+
+def _remark(row: dict[str, Any]) -> str:
+    parts = ["best rate at the edge of those tried"] if row["edge"] else []
+    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
+    return "; ".join(parts)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """For each set of options every model's test loss: a point for each seed, the mean and its interval."""
+    plt = pyplot()
+    found = [row for row in rows(result) if row["tests"]]
+    panels = [list(group) for _, group in groupby(found, key=lambda row: json.dumps(row["options"], sort_keys=True))]
+    height = sum(0.3 * len(panel) + 1.2 for panel in panels)
+    sizes = {"height_ratios": [len(panel) for panel in panels]} if panels else {}
+    figure, axes = plt.subplots(
+        max(1, len(panels)), figsize=(9, max(2.5, height)), squeeze=False, gridspec_kw=sizes, layout="constrained"
+    )
+    for ax, panel in zip(axes[:, 0], panels, strict=False):
+        for place, row in enumerate(reversed(panel)):
+            color = COLORS[1] if ":" in row["model"] else COLORS[2] if "+" in row["model"] else COLORS[0]
+            color = COLORS[-1] if row["model"].startswith("transformer") else color
+            ax.scatter(row["tests"].values(), [place] * len(row["tests"]), s=10, color=color, alpha=0.5)
+            low, high = row["interval"] or (row["mean"], row["mean"])
+            ax.errorbar(
+                row["mean"], place, xerr=[[row["mean"] - low], [high - row["mean"]]], fmt="o", color=color, capsize=3
+            )
+        ax.set_yticks(range(len(panel)), [row["model"] for row in reversed(panel)])
+        ax.set(xlabel="held-out loss (nats a token)", title=f"{panel[0]['options']['text']}")
+    figure.suptitle(f"Mean and 95% interval over seeds (points)\n{result['device']}")
+    save(figure, path)
+    plt.close(figure)
+
+
+def main(path: Path) -> None:
+    write(path, table, plot)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""The needle experiment: what is trained on, what is asked, what counts as an answer, sweeps and verdicts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import niah, plot_niah
+from experiments.language_training import PARTS, Runner
+from experiments.niah import GRIDS, TIMES, Niah, resolve
+from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
+from experiments.texts import load_text
+from qdelta_jax.tasks import NEEDLE_TASKS
+
+LENGTH = 900
+"""Of a row of bytes that holds the longest prompt."""
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_text(None)
+
+
+def test_rows_are_documents_with_weights_on_answers(text):
+    """As many of each task; a row begins and ends with the end of a document; the answer is what is asked for."""
+    rows, sizes, begins = needle_rows(text, LENGTH, 2)
+    assert rows.shape == (2 * len(NEEDLE_TASKS), LENGTH + 1)
+    for row, size, begin in zip(rows, sizes, begins, strict=True):
+        assert row[0] == row[size - 1] == text.vocabulary.end
+        prompt, answer = (text.vocabulary.decode(row[a:b]) for a, b in ((1, begin), (begin, size - 1)))
+        assert prompt.endswith("mentioned in the provided text is")
+        assert f"is: {answer.strip()}." in prompt
+        assert not row[size:].any()
+    options = {"length": LENGTH, "rows": 4, "steps": 6, "documents": 2, "weight": 7.0}
+    made = list(training(text, **options, seed=3))
+    again, other = (next(training(text, **options, seed=seed)) for seed in (3, 4))
+    np.testing.assert_array_equal(made[0].tokens, again.tokens)
+    assert not np.array_equal(made[0].tokens, other.tokens)
+    seen = []
+    for batch in made:
+        assert batch.tokens.shape == (4, LENGTH)
+        assert (batch.weights[2:] == 1).all()
+        for row in range(2):
+            counted = np.flatnonzero((batch.weights[row] == 7) & (batch.segment_ids[row] != 0))
+            (own,) = [i for i, x in enumerate(rows) if np.array_equal(x[:-1], batch.tokens[row])]
+            np.testing.assert_array_equal(counted, np.arange(begins[own], sizes[own]) - 1)
+            np.testing.assert_array_equal(batch.targets[row, counted], rows[own, begins[own] : sizes[own]])
+            seen.append(own)
+    # 12 rows of 8 documents: each once before any comes again.
+    assert sorted(seen[:8]) == list(range(8))
+
+
+def test_questions_are_new_and_answers_are_where_they_are_asked(text):
+    for task, needle in NEEDLE_TASKS.items():
+        asked = questions(text, task, LENGTH, 3, TEST)
+        assert asked.inputs.shape == (3, LENGTH - 1)
+        other = questions(text, task, LENGTH, 3, VALIDATION)
+        for row in range(3):
+            prompt = text.vocabulary.decode(asked.inputs[row, 1 : asked.places[row, 0] + 1])
+            assert prompt.endswith("mentioned in the provided text is")
+            answer = text.vocabulary.decode(asked.answers[row])
+            assert f"is: {answer.strip()}." in prompt
+            assert len(answer) == (8 if needle.value == "number" else 37)
+            known = text.vocabulary.decode(needle_rows(text, LENGTH, 2)[0].ravel())
+            assert answer.strip() not in known
+            assert not np.array_equal(asked.answers[row], other.answers[row])
+            # But for its last token an answer is among the inputs, behind the place where it is asked.
+            np.testing.assert_array_equal(asked.inputs[row, asked.places[row, 1:]], asked.answers[row, :-1])
+
+
+def fake(asked, wrong=()):
+    """A model whose most likely token is the answer's, where it is asked, but in the rows that are wrong."""
+    size = 257
+
+    def features(inputs):
+        best = np.zeros(inputs.shape, np.int32)
+        for row, (where, what) in enumerate(zip(asked.places, asked.answers, strict=True)):
+            best[row, where] = what
+            best[row, where[-1]] += row in wrong
+        return jax.nn.one_hot(jnp.asarray(best), size), None
+
+    return SimpleNamespace(features=features, logits=lambda x: x)
+
+
+def test_an_answer_counts_if_all_of_it_is_most_likely(text):
+    asked = questions(text, "s_niah_1", LENGTH, 3, TEST)
+    assert answered(fake(asked), asked).tolist() == [True] * 3
+    assert answered(fake(asked, wrong=(1,)), asked).tolist() == [True, False, True]
+    # Places without an answer don't count.
+    short = asked._replace(answers=np.concatenate([asked.answers[:, :-1], np.full((3, 1), -1, np.int32)], axis=1))
+    assert answered(fake(asked, wrong=(1,)), short).tolist() == [True] * 3
+
+
+def test_the_last_rows_are_filled_up_and_not_counted(text):
+    asked = questions(text, "s_niah_1", LENGTH, 3, TEST)
+    sizes = []
+
+    def first_is_right(some):
+        sizes.append(len(some.inputs))
+        return jnp.asarray((some.inputs == asked.inputs[0]).all(-1))
+
+    assert accuracy(first_is_right, asked, 2) == pytest.approx(1 / 3)
+    assert sizes == [2, 2]
+
+
+def test_questions_are_made_beforehand(text):
+    prepare(text, LENGTH, (1, 2), 2)
+    before = questions.cache_info().misses
+    for times, seed in ((1, TEST), (2, TEST), (1, VALIDATION)):
+        questions(text, "mk_niah_1", times * LENGTH, 2, seed)
+    assert questions.cache_info().misses == before
+
+
+TOY = Niah(
+    models=("gated_delta_net", "kda"),
+    bpe_size=0,
+    rates=(1e-3, 1e-2),
+    seeds=2,
+    length=LENGTH,
+    tokens=2 * LENGTH * PARTS,
+    batch_tokens=2 * LENGTH,
+    documents=1,
+    samples=1,
+)
+
+
+def test_sweep_seeds_resume_and_verdicts(tmp_path, monkeypatch, capsys):
+    tried = []
+
+    def run(self, rate, seed, data, score):
+        tried.append((rate, seed))
+        best = {"validation": 0.5 + rate, "losses": [1.0], "seconds": 1.0}
+        level = (0.5 if len(tried) <= 4 else 0.8) + 0.01 * seed
+        return {**best, "test": {task: {str(n): level / n for n in TIMES} for task in NEEDLE_TASKS}}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(niah, "prepare", lambda *_: None)
+    options = replace(TOY, out=str(tmp_path))
+    result = niah.main(options)
+    assert tried == [(1e-3, 0), (1e-2, 0), (1e-2, 1), (1e-2, 2)] * 2
+    assert "nothing is left" in capsys.readouterr().out
+    assert niah.main(options)["cells"] == result["cells"]
+    assert len(tried) == 8
+    lines = plot_niah.table(result).splitlines()
+    (row,) = [line for line in lines if line.startswith("| S-NIAH-3 | kda")]
+    assert [cell.split(" (")[0] for cell in row.split(" | ")[-4:]] == ["81.5", "40.8", "20.4", "10.2"]
+    (verdict,) = [line for line in lines if line.startswith("| kda above gated_delta_net")]
+    assert verdict.split(" | ")[2:] == ["+14.1", "+14.1 to +14.1", "yes |"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ("no",)}, "rule: got 'no'"),
+        ({"samples": 0}, "samples: got 0, want at least 1"),
+        ({"answer_weight": 0.0}, "answer_weight: got 0.0, want above 0"),
+        ({"rates": ()}, r"rates: got \(\), want one or more"),
+        ({"batch_tokens": 3 * LENGTH, "tokens": 3 * LENGTH * PARTS}, "want an even number of rows of 900"),
+    ],
+)
+def test_bad_options_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(replace(TOY, **changes))
+
+
+def test_the_full_grid():
+    full = GRIDS["full"]
+    assert full.seeds >= 3
+    assert {"gated_delta_net", "q_delta", "kda", "gated_delta_net2", "transformer"} <= set(full.models)
