@@ -28,11 +28,13 @@ import tyro
 from experiments.corpus_markup import html, man, pod
 from experiments.corpus_packages import Package, Source, fetch, read_files
 from experiments.corpus_text import (
+    MAX_DOCUMENT,
     MIN_DOCUMENT,
     Deduplicator,
     dictionary,
     each,
     fortunes,
+    group,
     is_english,
     paragraphs,
     plain,
@@ -180,10 +182,7 @@ def collect(sources: Iterable[Source], packages: dict[str, Package]) -> tuple[li
     known, documents, dropped = Deduplicator(), [], {}
     for source in (s for s in sources if s.package in packages):
         lost: Counter[str] = Counter()
-        for raw in source.read(read_files(packages[source.package], source.files)):
-            parts = paragraphs(raw)
-            text = "\n\n".join(parts)
-            lost["not text"] += max(0, len(raw) - len(text))
+        for text in _cut(source.read(read_files(packages[source.package], source.files)), lost):
             if len(text) < MIN_DOCUMENT:
                 lost["short"] += len(text)
             elif not is_english(text):
@@ -192,7 +191,7 @@ def collect(sources: Iterable[Source], packages: dict[str, Package]) -> tuple[li
                 lost["repeated document"] += len(text)
             else:
                 key = hashlib.sha256(text.encode()).hexdigest()
-                new = "\n\n".join(known.new_paragraphs(parts))
+                new = "\n\n".join(known.new_paragraphs(text.split("\n\n")))
                 lost["repeated paragraph"] += len(text) - len(new)
                 if len(new) < MIN_DOCUMENT or not is_english(new):
                     lost["short"] += len(new)
@@ -201,6 +200,13 @@ def collect(sources: Iterable[Source], packages: dict[str, Package]) -> tuple[li
         dropped[source.package] = dict(sorted(lost.items()))
         print(f"{source.package:<26} {sum(len(d.text) for d in documents) / 1e6:6.1f} million characters", flush=True)
     return sorted(documents, key=lambda d: (d.key, d.source)), dropped
+
+
+def _cut(texts: Iterable[str], lost: Counter[str]) -> Iterator[str]:
+    for raw in texts:
+        parts = paragraphs(raw)
+        lost["not text"] += max(0, len(raw) - len("\n\n".join(parts)))
+        yield from group(parts, MAX_DOCUMENT)
 
 
 def _first(documents: list[Document], size: int) -> Iterator[str]:

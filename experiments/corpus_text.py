@@ -12,6 +12,8 @@ from experiments.corpus_packages import Files
 
 MIN_DOCUMENT = 500
 """Characters: shorter documents are dropped."""
+MAX_DOCUMENT = 50_000
+"""Characters: longer documents are cut, or one of them could be half of the held-out text."""
 MIN_REPEATED = 100
 """Characters: shorter paragraphs may repeat (headings, the names in a play)."""
 SMALL_WORDS = frozenset(
@@ -54,11 +56,13 @@ def is_english(text: str) -> bool:
 def group(parts: Iterable[str], size: int) -> Iterator[str]:
     """Parts (verses, entries) joined into documents of at least `size` characters; the last may have less."""
     held: list[str] = []
+    length = 0
     for part in parts:
         held.append(part)
-        if sum(map(len, held)) >= size:
+        length += len(part)
+        if length >= size:
             yield "\n\n".join(held)
-            held = []
+            held, length = [], 0
     if held:
         yield "\n\n".join(held)
 

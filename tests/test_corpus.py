@@ -73,6 +73,15 @@ def test_repeated_documents_and_paragraphs_are_counted(tmp_path, sources):
     assert [d.text for d in documents if d.source == "copies"] == [prose(50_000)]
 
 
+def test_long_documents_are_cut_between_paragraphs(tmp_path, sources):
+    parts = [prose(100 * n) for n in range(100)]
+    make_deb(tmp_path / "long_1_all.deb", {"a.txt": "\n\n".join(parts)})
+    source = Source("long", r".*\.txt", plain(size=10**9))
+    documents, _ = collect([source], corpus.get([source], tmp_path, False))
+    assert len(documents) == 3
+    assert sorted(p for d in documents for p in d.text.split("\n\n")) == sorted(parts)
+
+
 def test_added_sources_move_no_document_to_the_other_split(tmp_path, sources):
     packages = tmp_path / "out" / "packages"
     # It comes first here, and takes a paragraph from a document of the next source.
