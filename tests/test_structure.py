@@ -80,7 +80,7 @@ def test_kernels_know_nothing_of_the_library(path):
 
 @pytest.mark.parametrize(
     "path",
-    sources("qdelta_jax", "pallas_kernels", "experiments", "tests"),
+    sources("qdelta_jax", "pallas_kernels", "experiments", "tests", "notebooks"),
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_files_are_short(path):
