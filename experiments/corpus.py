@@ -1,4 +1,4 @@
-"""100 MB of free English text from Debian's and Python's packages, as training data.
+"""150 MB of free English text from Debian's and Python's packages, as training data.
 
     python -m experiments.corpus --out runs/corpus
 

@@ -1,7 +1,7 @@
 """Which memory models real text best? Every rule, a Transformer, hybrids and the papers' ablations, on the same tokens.
 
     python -m experiments.language_model                            the shipped text, tiny models, minutes on two cores
-    python -m experiments.corpus --out runs/corpus                  gathers about 100 MB of free English text
+    python -m experiments.corpus --out runs/corpus                  gathers some 150 MB of free English text
     python -m experiments.language_model --grid full --minutes 25   one GPU; the same command goes on
 
 Blocks of one weight (`training_models.weigh`), one tokenizer, and for each seed the same tokens in the same order: a
@@ -9,9 +9,9 @@ difference between two models is paired by seed. For each model the same learnin
 own (0), the best on the first half of the held-out documents is picked, and seeds 1, 2 .. at that rate are tested on
 the other half. The same seed gives the same numbers on the same machine.
 
-Budget. Runs of a model: rates + seeds = 4 (toy), 5 (full).
-    toy     2 cores: 6 models = 24 runs of 0.2M tokens, about 10 s each
-    full    one H200: 22 models = 110 runs of 25M tokens (1 epoch of the corpus), 39M parameters. A run may take 10
+Budget. Runs of a model: rates + seeds = 5.
+    toy     2 cores: 6 models = 30 runs of 0.2M tokens, about 10 s each
+    full    one H200: 23 models = 115 runs of 25M tokens (0.6 of the corpus), 39M parameters. A run may take 10
             minutes and is expected to take 20 to 40 s, and a model 30 s to compile: 3 minutes for a model
 Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.
 
@@ -106,7 +106,7 @@ GRIDS = {
     "toy": Grid(
         models=("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "q_delta+window"),
         corpus=None,
-        rates=(4e-3,),
+        rates=(3e-3, 6e-3),
         seeds=3,
         length=128,
         tokens=204_800,

@@ -35,7 +35,7 @@ class CellStore:
 
     def put(self, cell: dict[str, Any]) -> None:
         """Stores a cell with the command that measured it: those of one file may come from several runs."""
-        cell = {**cell, "command": self.result["command"]}
+        cell = {**cell, **({"command": self.result["command"]} if "command" in self.result else {})}
         others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in self.key)]
         self.result["cells"] = [*others, cell]
         self.path.parent.mkdir(parents=True, exist_ok=True)

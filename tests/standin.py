@@ -60,7 +60,7 @@ def build(rngs):
 def small(**fields):
     """A language model of a few thousand parameters."""
     base = {"vocab_size": 257, "width": 16, "layers": 2, "heads": 2, "key_dim": 8, "value_dim": 8}
-    return ModelConfig(**{**base, "mlp_hidden": 16, "implementation": "xla", **fields})
+    return ModelConfig(**{**base, "mlp_hidden": 16, "implementation": "scan", **fields})
 
 
 def small_run(directory):
