@@ -127,9 +127,9 @@ class Document:
 
 def main(gather: Gather, sources: tuple[Source, ...] = SOURCES) -> dict[str, Any]:
     out = Path(gather.out)
+    packages = get(sources, out / "packages", gather.allow_missing)
     # There only while the files beside it belong together.
     (out / "corpus.json").unlink(missing_ok=True)
-    packages = get(sources, out / "packages", gather.allow_missing)
     documents, dropped = collect(sources, packages)
     splits = {
         "train": [d for d in documents if not d.is_held_out(gather.held_out)],

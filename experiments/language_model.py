@@ -6,11 +6,11 @@
 
 Blocks of one weight (`training_models.weigh`), one tokenizer, and for each seed the same tokens in the same order: a
 difference between two models is paired by seed. For each model the same learning rates are tried with a seed of their
-own (0), the best on the first half of the held-out documents is picked, and seeds 1, 2 .. at that rate are tested on
-the other half. The same seed gives the same numbers on the same machine.
+own (0), the best on every other held-out document is picked, and seeds 1, 2 .. at that rate are tested on the others.
+ The same seed gives the same numbers on the same machine.
 
-Budget. Runs of a model: rates + seeds = 5.
-    toy     2 cores: 6 models = 30 runs of 0.2M tokens, about 10 s each
+Budget. Runs of a model: rates + seeds = 6 (toy), 5 (full).
+    toy     2 cores: 6 models = 36 runs of 0.2M tokens, about 10 s each
     full    one H200: 23 models = 115 runs of 25M tokens (0.6 of the corpus), 39M parameters. A run may take 10
             minutes and is expected to take 20 to 40 s, and a model 30 s to compile: 3 minutes for a model
 Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.
@@ -36,7 +36,7 @@ from experiments.language_training import Plan, Runner, deterministic, plan
 from experiments.mqar_models import build, state_size, weight
 from experiments.plot_language import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import Cell, attempt, complete, versions
+from experiments.sweeps import Cell, attempt, check_lists, complete, run_command, versions
 from experiments.texts import Text, load_text
 from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
@@ -106,7 +106,7 @@ GRIDS = {
     "toy": Grid(
         models=("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "q_delta+window"),
         corpus=None,
-        rates=(3e-3, 6e-3),
+        rates=(3e-3, 6e-3, 1.2e-2),
         seeds=3,
         length=128,
         tokens=204_800,
@@ -180,9 +180,7 @@ def resolve(options: Language) -> Grid:
     grid = replace(GRIDS[options.grid], **given)
     if grid.seeds < 1:
         raise ValueError(f"seeds: got {grid.seeds}, want at least 1")
-    for name in ("models", "rates"):
-        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
-            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    check_lists(grid.models, grid.rates)
     plan_of(grid)
     for model in grid.models:
         make_config(model, grid.base)
@@ -200,6 +198,7 @@ def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
     return {
         "model": model,
         "options": {
+            "rates": list(grid.rates),
             "text": text.name,
             "length": runs.length,
             "rows": runs.rows,
@@ -224,8 +223,8 @@ def measure(runner: Runner, text: Text, cells: list[Cell]) -> list[Cell]:
         for name in ("validation", "test"):
             numbers = evaluate(runner.learner, state, held_out(text, name, *shape), getattr(text, name).num_bytes)
             found |= {name: numbers["held_out/loss"], f"{name}_bits_per_byte": numbers["held_out/bits_per_byte"]}
-        if not math.isfinite(found["validation"]):
-            raise FloatingPointError(f"the held-out loss is {found['validation']}, want a finite number")
+            if not math.isfinite(found[name]):
+                raise FloatingPointError(f"the {name} loss is {found[name]}, want a finite number")
         return found
 
     def numbers(cells: list[Cell]) -> list[Cell]:
@@ -257,4 +256,4 @@ def format_cell(cell: Cell) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Language, description=__doc__))
+    run_command(main, tyro.cli(Language, description=__doc__))

@@ -65,6 +65,8 @@ def make_config(model: str, base: ModelConfig) -> ModelConfig:
     """
     wanted = count_blocks(base)
     if model in (TRANSFORMER, CONVOLVED):
+        if model == CONVOLVED and base.layers > FEW:
+            raise ValueError(f"models: got {model!r} of {base.layers} layers, want {TRANSFORMER!r} beyond {FEW} layers")
         wanted -= 3 * TAPS * base.width * base.layers if model == CONVOLVED else 0
         return weigh(replace(base, pattern=_pattern(base, "attention")), wanted)
     rule = model.removesuffix(WINDOW)
@@ -76,8 +78,9 @@ def make_config(model: str, base: ModelConfig) -> ModelConfig:
         gates = {name: made.gates.get(name, lambda gate: gate)(gate) for name, gate in of.gates.items()}
         qd.RULES.setdefault(rule, replace(of, name=rule, gates=gates))
         changes["allow_negative_eigenvalues"] = made.doubled
-    elif ":" in rule:
-        raise ValueError(f"models: got {model!r}, want one of {sorted(ABLATIONS)}")
+    elif rule not in qd.RULES or ":" in rule:
+        known = [TRANSFORMER, CONVOLVED, *(name for name in qd.RULES if ":" not in name), *ABLATIONS]
+        raise ValueError(f"models: got {model!r}, want one of {known}, rules with {WINDOW!r} behind them, too")
     return weigh(replace(base, **changes), wanted)
 
 

@@ -61,13 +61,17 @@ class Runner:
     """
 
     def __init__(self, build: Callable[[nnx.Rngs], nnx.Module], plan: Plan):
-        self.plan = plan
+        self.build, self.plan = build, plan
+
+    @cached_property
+    def learner(self) -> Learner:
+        """Made when something is trained: a run that only goes on has many models with nothing left to do."""
         # Updates of AdamW are proportional to the rate, so that it can be an argument.
         config_of_one = OptimizerConfig(learning_rate=1.0, final_fraction=0.1)
         optimizer = optax.inject_hyperparams(
-            lambda rate: optax.chain(make_optimizer(config_of_one, plan.steps), optax.scale(rate))
+            lambda rate: optax.chain(make_optimizer(config_of_one, self.plan.steps), optax.scale(rate))
         )(rate=1.0)
-        self.learner = Learner(build, optimizer, make_mesh(MeshConfig(data=1, fsdp=1)))
+        return Learner(self.build, optimizer, make_mesh(MeshConfig(data=1, fsdp=1)))
 
     @cached_property
     def start(self) -> Callable[[Array], TrainState]:
@@ -95,11 +99,11 @@ class Runner:
                     state, metrics = self.learner.update(state, shard_batch(next(data), self.learner.mesh))
                     pending.append(metrics.loss)
                 losses.append(float(np.mean(jax.device_get(pending))))
+                if int(state.skipped):
+                    raise FloatingPointError(f"{int(state.skipped)} updates had a loss or gradient that is not finite")
                 if time.perf_counter() - began > 60 * self.plan.run_minutes:
                     raise TimeoutError(f"not trained after {self.plan.run_minutes:g} minutes (run_minutes)")
             trained = time.perf_counter() - began
-            if int(state.skipped):
-                raise FloatingPointError(f"{int(state.skipped)} updates had a loss or gradient that is not finite")
             numbers = score(state)
         return {
             **numbers,

@@ -6,22 +6,25 @@
 
 A batch is half needle documents of the four tasks (S-NIAH-1, 2, 3, MK-NIAH-1, arXiv 2404.06654) as long as a row, with
 the training text as their haystack, half rows of that text; the tokens of an answer weigh `answer_weight` each, all
-others 1. Keys, values and haystacks of the test are others: another seed, and held-out text. An answer counts as found
+others 1. Values and haystacks of the test are others: another seed, and held-out text. An answer counts as found
 if every token of it is the model's most likely one after the prompt and the answer so far, which is what greedy
 decoding writes first (RULER also counts answers that come later in what it writes).
 Models weigh the same and see the same batches in the same order for a seed. The learning rate is picked for each by
-the mean over the tasks at the training length with a seed (0) and samples of its own; seeds 1, 2 .. are reported.
+the share of right tokens of answers at the training length, mean over the tasks, with a seed (0) and samples of its
+own; seeds 1, 2 .. are reported.
 
 Budget. Runs of a model: rates + seeds = 2 (toy), 5 (full).
-    toy     2 cores: 3 models = 6 runs of 1.2M tokens, about a minute each
+    toy     2 cores: 3 models = 6 runs of 1.2M tokens, one to two minutes each: it shows that all of it works, and
+            few answers are found yet
     full    one H200: 11 models = 55 runs of 16M tokens, 39M parameters, each scored on 4 tasks x 4 lengths x 200
-            samples (12M tokens). A run may take 10 minutes and is expected to take 60 s
+            samples (12M tokens). A run may take 10 minutes; expected are 60 s, and a minute for a model to compile
 Cells come in the order of `--models`.
 
 Results go to experiments/results/niah_DEVICE.json after each cell; what is stored there with the same options and
 package versions isn't trained again. `python -m experiments.plot_niah FILE` makes a table and a plot of it.
 """
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -36,10 +39,10 @@ from experiments.language_model import HYBRIDS, SMALL, TINY
 from experiments.language_models import make_config
 from experiments.language_training import Plan, Runner, deterministic, plan
 from experiments.mqar_models import CONVOLVED, build, state_size, weight
-from experiments.niah_data import TEST, VALIDATION, accuracy, answered, prepare, questions, training
+from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
 from experiments.plot_niah import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import Cell, attempt, complete, versions
+from experiments.sweeps import Cell, attempt, check_lists, complete, run_command, versions
 from experiments.texts import Text, load_text
 from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
@@ -146,7 +149,6 @@ def main(options: Niah) -> dict[str, Any]:
     device = jax.devices()[0].device_kind
     header = make_header("niah", device, options.out)
     store = CellStore(KEY, device_file(options.out, "niah", device), header, options.again)
-    prepare(text, grid.length, TIMES, grid.samples)
     left = 0
     for model in grid.models:
         config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
@@ -172,11 +174,9 @@ def resolve(options: Niah) -> Grid:
     for name in ("seeds", "documents", "samples"):
         if getattr(grid, name) < 1:
             raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
-    if not grid.answer_weight > 0:
-        raise ValueError(f"answer_weight: got {grid.answer_weight}, want above 0")
-    for name in ("models", "rates"):
-        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
-            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    if not 0 < grid.answer_weight < math.inf:
+        raise ValueError(f"answer_weight: got {grid.answer_weight}, want a finite number above 0")
+    check_lists(grid.models, grid.rates)
     if plan_of(grid).rows % 2:
         raise ValueError(f"batch_tokens: got {grid.batch_tokens}, want an even number of rows of {grid.length}")
     for model in grid.models:
@@ -195,6 +195,7 @@ def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
     return {
         "model": model,
         "options": {
+            "rates": list(grid.rates),
             **{"text": text.name, "length": runs.length, "rows": runs.rows, "steps": runs.steps},
             **{name: getattr(grid, name) for name in ("documents", "samples", "answer_weight")},
             "base": differing(grid.base),
@@ -219,10 +220,12 @@ class Scorer:
         self.runner, self.text, self.grid = runner, text, grid
         self.answered = jax.jit(lambda state, asked: answered(runner.learner.model(state), asked))
 
-    def __call__(self, state: TrainState, seed: int, times: tuple[int, ...] = TIMES) -> dict[str, dict[str, float]]:
-        """By task, and by the length in lengths of training."""
+    def __call__(
+        self, state: TrainState, seed: int, times: tuple[int, ...] = TIMES
+    ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+        """By task, and by length in lengths of training: answers found, and the share of right tokens in them."""
         grid = self.grid
-        return {
+        found = {
             task: {
                 str(n): accuracy(
                     partial(self.answered, state),
@@ -233,21 +236,32 @@ class Scorer:
             }
             for task in NEEDLE_TASKS
         }
+        whole, share = ({t: {n: x[i] for n, x in by.items()} for t, by in found.items()} for i in range(2))
+        return whole, share
 
 
 def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
     """The cells with their numbers, or with the reason for none."""
     (cell,) = cells
-    grid, runs = scorer.grid, runner.plan
+    grid, runs, text = scorer.grid, runner.plan, scorer.text
+    # Here, where an error ends everything: with lengths too short for a needle no cell could be measured.
+    prepare(text, grid.length, TIMES, grid.samples)
+    needle_rows(text, grid.length, grid.documents)
 
     def score(state: TrainState) -> dict[str, Any]:
-        picked = scorer(state, VALIDATION, TIMES[:1])
-        own = {} if cell["sweep"] else {"test": scorer(state, TEST)}
-        return {"validation": mean(picked[task]["1"] for task in NEEDLE_TASKS), **own}
+        whole, share = scorer(state, VALIDATION, TIMES[:1])
+        own: dict[str, Any] = {}
+        if not cell["sweep"]:
+            own["test"], own["test_tokens"] = scorer(state, TEST)
+        return {
+            "validation": mean(share[task]["1"] for task in NEEDLE_TASKS),
+            "validation_found": mean(whole[task]["1"] for task in NEEDLE_TASKS),
+            **own,
+        }
 
     def numbers(cells: list[Cell]) -> list[Cell]:
         shape = {"length": runs.length, "rows": runs.rows, "steps": runs.steps}
-        data = training(scorer.text, **shape, documents=grid.documents, weight=grid.answer_weight, seed=cell["seed"])
+        data = training(text, **shape, documents=grid.documents, weight=grid.answer_weight, seed=cell["seed"])
         return [runner.run(cell["rate"], cell["seed"], data, score)]
 
     made = attempt(numbers, cells)
@@ -267,4 +281,4 @@ def format_cell(cell: Cell) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Niah, description=__doc__))
+    run_command(main, tyro.cli(Niah, description=__doc__))

@@ -89,9 +89,16 @@ def training(
 
 @cache
 def questions(text: Text, task: str, length: int, samples: int, seed: int) -> Questions:
-    """Of held-out text and keys that no training document has drawn."""
+    """Of held-out text. Seeds of their own give values that no training document has, and keys that few have."""
     haystack = text.excerpt(text.test if seed == TEST else text.validation, HAYSTACK)
-    made = needle_samples(task, samples, length=length - 1, seed=(seed,), tokenizer=text.vocabulary, text=haystack)
+    made = needle_samples(
+        task,
+        samples,
+        length=length - 1,
+        seed=(seed, list(NEEDLE_TASKS).index(task)),
+        tokenizer=text.vocabulary,
+        text=haystack,
+    )
     inputs, targets, mask = needle_examples(made, length=length - 2, tokenizer=text.vocabulary)
     # Documents begin with the end of the one before.
     inputs = np.concatenate([np.full((samples, 1), text.vocabulary.end, np.int32), inputs], axis=1)
@@ -110,18 +117,24 @@ def prepare(text: Text, length: int, times: Iterable[int], samples: int) -> None
         list(pool.map(lambda job: questions(text, job[1], job[0][0], samples, job[0][1]), product(jobs, NEEDLE_TASKS)))
 
 
-def answered(model: Any, asked: Questions) -> Array:
-    """[n] bool: every token of the answer is the most likely one there, says a `LanguageModel`."""
+def answered(model: Any, asked: Questions) -> tuple[Array, Array]:
+    """[n] each: whether every token of the answer is the most likely one there, says a `LanguageModel`, and the share
+    of its tokens that are."""
     x, _ = model.features(asked.inputs)
     x = jnp.take_along_axis(x, jnp.asarray(asked.places)[..., None], axis=1)
-    return jnp.all((jnp.argmax(model.logits(x), axis=-1) == asked.answers) | (asked.answers < 0), axis=-1)
+    there = jnp.asarray(asked.answers) >= 0
+    right = (jnp.argmax(model.logits(x), axis=-1) == asked.answers) & there
+    tokens = jnp.sum(there, axis=-1, dtype=jnp.int32)
+    hits = jnp.sum(right, axis=-1, dtype=jnp.int32)
+    return hits == tokens, hits.astype(jnp.float32) / tokens.astype(jnp.float32)
 
 
-def accuracy(answered: Callable[[Questions], Array], asked: Questions, rows: int) -> float:
-    """The share of answers that are found, so many rows at a time; the last ones are filled up."""
+def accuracy(answered: Callable[[Questions], tuple[Array, Array]], asked: Questions, rows: int) -> tuple[float, float]:
+    """Means of what `answered` says, so many rows at a time; the last ones are filled up."""
     count = len(asked.inputs)
-    hits = []
+    found = []
     for start in range(0, count, rows):
         index = np.minimum(np.arange(start, start + rows), count - 1)
-        hits.append(answered(Questions(*(x[index] for x in asked)))[: count - start])
-    return float(np.concatenate(jax.device_get(hits)).mean())
+        found.append([x[: count - start] for x in answered(Questions(*(x[index] for x in asked)))])
+    whole, share = (np.concatenate(parts) for parts in zip(*jax.device_get(found), strict=True))
+    return float(whole.mean()), float(share.mean())

@@ -91,10 +91,12 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
         tried = sorted({cell["rate"] for cell in sweep})
         found.append(
             {
-                **{name: some[name] for name in ("model", "options", "state", "block_parameters", "epochs")},
+                **{
+                    name: some[name] for name in ("model", "options", "versions", "state", "block_parameters", "epochs")
+                },
                 "trials": len(sweep),
                 "rate": rate,
-                "edge": len(tried) > 2 and rate in (tried[0], tried[-1]),
+                "edge": len(tried) > 1 and rate in (tried[0], tried[-1]),
                 "tests": tests,
                 "mean": mean(tests.values()) if tests else None,
                 "interval": interval(list(tests.values())),
@@ -103,11 +105,14 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     key = json.dumps
-    return sorted(found, key=lambda row: (key(row["options"], sort_keys=True), row["mean"] or 1e9, row["model"]))
+    return sorted(
+        found,
+        key=lambda row: (key([row["options"], row["versions"]], sort_keys=True), row["mean"] or 1e9, row["model"]),
+    )
 
 
 def _place(cell: dict[str, Any]) -> tuple[str, str]:
-    return json.dumps(cell["options"], sort_keys=True), cell["model"]
+    return json.dumps([cell["options"], cell["versions"]], sort_keys=True), cell["model"]
 
 
 def difference(mine: dict[str, Any], other: dict[str, Any]) -> tuple[float, tuple[float, float] | None] | None:
@@ -133,7 +138,9 @@ def verdict(found: tuple[float, tuple[float, float] | None] | None) -> str:
 def table(result: dict[str, Any]) -> str:
     """For each set of options all models, then which of the papers' orders are reproduced, in markdown."""
     parts = []
-    for _, group in groupby(rows(result), key=lambda row: json.dumps(row["options"], sort_keys=True)):
+    for _, group in groupby(
+        rows(result), key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True)
+    ):
         parts += [*_section(list(group), result["device"]), ""]
     return "\n".join(parts)
 
@@ -188,7 +195,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """For each set of options every model's test loss: a point for each seed, the mean and its interval."""
     plt = pyplot()
     found = [row for row in rows(result) if row["tests"]]
-    panels = [list(group) for _, group in groupby(found, key=lambda row: json.dumps(row["options"], sort_keys=True))]
+    panels = [
+        list(group)
+        for _, group in groupby(found, key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True))
+    ]
     height = sum(0.3 * len(panel) + 1.2 for panel in panels)
     sizes = {"height_ratios": [len(panel) for panel in panels]} if panels else {}
     figure, axes = plt.subplots(

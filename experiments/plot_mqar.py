@@ -55,7 +55,7 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
                 **{name: some[name] for name in (*GROUP, "state", "block_parameters")},
                 "trials": len(sweep),
                 "rate": rate,
-                "edge": len(rates) > 2 and rate in (rates[0], rates[-1]),
+                "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
                 "tests": tests,
                 "mean": mean(tests) if tests else None,
                 "interval": interval(tests, low=0.0, high=1.0),

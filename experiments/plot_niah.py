@@ -57,22 +57,27 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
         done = [cell for cell in members if not cell["sweep"] and cell["rate"] == rate and "error" not in cell]
         some = next(cell for cell in sweep if "error" not in cell)
         tests = {cell["seed"]: cell["test"] for cell in done}
+        tried = sorted({cell["rate"] for cell in sweep})
         found.append(
             {
-                **{name: some[name] for name in ("model", "options", "state", "block_parameters")},
+                **{name: some[name] for name in ("model", "options", "versions", "state", "block_parameters")},
                 "trials": len(sweep),
                 "rate": rate,
+                "edge": len(tried) > 1 and rate in (tried[0], tried[-1]),
                 "tests": tests,
                 "mean": mean(overall(test) for test in tests.values()) if tests else None,
                 "failed": sum("error" in cell for cell in members),
             }
         )
     key = json.dumps
-    return sorted(found, key=lambda row: (key(row["options"], sort_keys=True), -(row["mean"] or 0), row["model"]))
+    return sorted(
+        found,
+        key=lambda row: (key([row["options"], row["versions"]], sort_keys=True), -(row["mean"] or 0), row["model"]),
+    )
 
 
 def _place(cell: dict[str, Any]) -> tuple[str, str]:
-    return json.dumps(cell["options"], sort_keys=True), cell["model"]
+    return json.dumps([cell["options"], cell["versions"]], sort_keys=True), cell["model"]
 
 
 def overall(test: dict[str, dict[str, float]]) -> float:
@@ -83,7 +88,7 @@ def overall(test: dict[str, dict[str, float]]) -> float:
 def sections(result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """The rows of each set of options, without those that have no seed yet."""
     found = [row for row in rows(result) if row["tests"]]
-    for _, group in groupby(found, key=lambda row: json.dumps(row["options"], sort_keys=True)):
+    for _, group in groupby(found, key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True)):
         yield list(group)
 
 
@@ -101,19 +106,25 @@ def table(result: dict[str, Any]) -> str:
         ]
         times = list(next(iter(found[0]["tests"].values()))["s_niah_1"])
         lengths = [f"{int(n) * options['length']} tokens" for n in times]
-        lines += header(("task", "model", "state", "rates tried", "rate", "seeds", *lengths))
+        lines += header(("task", "model", "state", "rates tried", "rate", "seeds", *lengths, "remark"))
         for task, title in TITLES.items():
             for row in found:
                 shown = [_shown([test[task][n] for test in row["tests"].values()]) for n in times]
                 what = str(row["state"]), str(row["trials"]), f"{row['rate']:g}", str(len(row["tests"]))
-                lines.append(line((title, row["model"], *what, *shown)))
+                lines.append(line((title, row["model"], *what, *shown, _remark(row))))
         lines += ["", *_claims(found), ""]
     return "\n".join(lines)
 
 
 def _claims(found: list[dict[str, Any]]) -> list[str]:
     by_name = {row["model"]: row["tests"] for row in found}
-    titles = ("mean over tasks and lengths of", "reported in", "difference, paired by seed", "95% interval", "here")
+    titles = (
+        "here: mean over tasks and lengths of",
+        "single tasks and lengths reported in",
+        "difference, paired by seed",
+        "95% interval",
+        "here",
+    )
     lines = header(titles)
     for better, worse, source in CLAIMS:
         seeds = sorted(set(by_name.get(better, {})) & set(by_name.get(worse, {})))
@@ -136,6 +147,12 @@ def verdict(ends: tuple[float, float] | None) -> str:
     if ends[0] > 0:
         return "yes"
     return "no: the other way round" if ends[1] < 0 else "the noise is too large to tell"
+
+
+def _remark(row: dict[str, Any]) -> str:
+    parts = ["best rate at the edge of those tried"] if row["edge"] else []
+    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
+    return "; ".join(parts)
 
 
 def _shown(values: list[float]) -> str:

@@ -36,17 +36,20 @@ class CellStore:
     def put(self, cell: dict[str, Any]) -> None:
         """Stores a cell with the command that measured it: those of one file may come from several runs."""
         cell = {**cell, **({"command": self.result["command"]} if "command" in self.result else {})}
-        others = [x for x in self.result["cells"] if any(x[name] != cell[name] for name in self.key)]
-        self.result["cells"] = [*others, cell]
+        # Another process may have stored cells of its own since.
+        stored = json.loads(self.path.read_text())["cells"] if self.path.exists() else []
+        self.result["cells"] = [*(x for x in stored if any(x[name] != cell[name] for name in self.key)), cell]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(self.result, indent=1) + "\n")
         os.replace(temporary, self.path)
 
 
 def make_header(module: str, device: str, out: str) -> dict[str, Any]:
     """Device, date and command of a run. Another reader has another folder: its path says nothing."""
-    words = (x.replace(out, "DIR") for x in sys.argv[1:])
+    before = ["", *sys.argv[1:]]
+    words = ["DIR" if last == "--out" else x for last, x in zip(before, sys.argv[1:], strict=False)]
+    words = ["--out=DIR" if x == f"--out={out}" else x for x in words]
     return {
         "device": device,
         "date": time.strftime("%Y-%m-%d"),

@@ -1,7 +1,8 @@
 """A sweep of learning rates, then seeds at the picked one: what the training experiments do for each model."""
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
 from statistics import mean
@@ -9,11 +10,15 @@ from typing import Any
 
 import jax
 
+import experiments
 import pallas_kernels
 import qdelta_jax as qd
 from experiments.store import CellStore, check_alive, describe, fingerprint
 
 SWEEP_SEED = 0
+
+SOURCE = fingerprint([qd, pallas_kernels, experiments], "**/*.py")
+"""Of the code that runs, not of what it has become when a run ends."""
 
 Cell = dict[str, Any]
 
@@ -49,7 +54,8 @@ def complete(
     name: str = "validation",
     sign: int = 1,
 ) -> int:
-    """Measures and stores what is missing of one model, as long as there is time; how many runs are left.
+    """Measures and stores what is missing of one model, as long as there is time; how many runs are left, those that
+    failed among them: a later run tries them again.
 
     Args:
         base: what all its cells have in common.
@@ -61,14 +67,14 @@ def complete(
     """
     sweep = [{**base, "rate": rate, "seed": SWEEP_SEED, "sweep": True} for rate in rates]
     missing = _run(store, sweep, measure, until, together)
-    if missing:  # Without the whole sweep no rate is picked.
-        return missing + seeds
     chosen = pick(_stored(store, sweep), name, sign)
-    if chosen is None:
-        return 0
+    # Without the whole sweep no rate is picked; one that failed is as good as measured.
+    if missing or chosen is None:
+        return max(missing, _left(store, sweep)) + seeds
     numbers = range(SWEEP_SEED + 1, SWEEP_SEED + 1 + seeds)
     reported = [{**base, "rate": chosen, "seed": seed, "sweep": False} for seed in numbers]
-    return _run(store, reported, measure, until, together)
+    _run(store, reported, measure, until, together)
+    return _left(store, [*sweep, *reported])
 
 
 def attempt(numbers: Callable[[list[Cell]], list[Cell]], cells: list[Cell]) -> list[Cell]:
@@ -77,11 +83,31 @@ def attempt(numbers: Callable[[list[Cell]], list[Cell]], cells: list[Cell]) -> l
         found = numbers(cells)
     except Exception as error:  # Some cells fail, the others go on.
         found = [{"error": describe(error)}] * len(cells)
-    when = {"date": time.strftime("%Y-%m-%d"), "source": fingerprint([qd, pallas_kernels], "**/*.py")}
+    when = {"date": time.strftime("%Y-%m-%d"), "source": SOURCE}
     made = [{**cell, **when, **own} for cell, own in zip(cells, found, strict=True)]
     if "error" in found[0]:
         check_alive()
     return made
+
+
+def check_lists(models: Sequence[str], rates: Sequence[float]) -> None:
+    """
+    Raises:
+        ValueError: none, one twice, or a rate that is none.
+    """
+    for name, values in (("models", models), ("rates", rates)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name}: got {values}, want one or more, each once")
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"rates: got {rates}, want finite numbers above 0")
+
+
+def run_command(main: Callable[[Any], Any], options: Any) -> None:
+    """Of the command line: bad options end in one line."""
+    try:
+        main(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def _run(
@@ -93,6 +119,10 @@ def _run(
         for cell in measure(now):
             store.put(cell)
     return len(missing)
+
+
+def _left(store: CellStore, cells: list[Cell]) -> int:
+    return sum(not store.has(cell) for cell in cells)
 
 
 def _stored(store: CellStore, cells: list[Cell]) -> list[Cell]:

@@ -17,7 +17,7 @@ HELD_OUT = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """name: what it is, with a hash of its training tokens. train, validation, test: no document is in two of them."""
+    """name: what it is, with a hash of its tokens and what they mean. train, validation, test: a document is in one."""
 
     name: str
     vocabulary: BpeVocabulary | ByteVocabulary
@@ -63,7 +63,10 @@ def load_text(corpus: str | None, bpe_size: int = 0) -> Text:
         name = "shakespeare"
     else:
         folder = Path(corpus)
-        if not (folder / "tokenizer.json").is_file():
+        if bpe_size:
+            raise ValueError(f"bpe_size: got {bpe_size} with a corpus, want 0: it has a tokenizer")
+        # There only while the files beside it belong together.
+        if not (folder / "corpus.json").is_file():
             raise ValueError(f"corpus: got {corpus!r}, want a folder made by `python -m experiments.corpus --out ..`")
         vocabulary = load_vocabulary(folder / "tokenizer.json")
         files, held_out_files = (str(folder / "train.bin"),), (str(folder / "held_out.bin"),)
@@ -72,7 +75,11 @@ def load_text(corpus: str | None, bpe_size: int = 0) -> Text:
         train, held_out = loaded.train.tokens, loaded.held_out.tokens
         name = folder.name
     validation, test = _halves(held_out)
-    digest = hashlib.sha256(b"".join(np.asarray(x, "<u4").tobytes() for x in train)).hexdigest()[:8]
+    # What the ids mean is in it, too: the text itself, of the part that is decoded anyway.
+    hashed = hashlib.sha256(vocabulary.decode(np.concatenate(held_out)).encode())
+    for tokens in (*train, *held_out):
+        hashed.update(np.asarray(tokens, "<u4").tobytes())
+    digest = hashed.hexdigest()[:8]
 
     def documents(tokens: list[np.ndarray], count: bool) -> Documents:
         size = sum(len(vocabulary.decode(x).encode()) for x in tokens) if count else 0

@@ -155,6 +155,30 @@ def test_sweep_seeds_and_resume(tmp_path, monkeypatch, capsys):
     assert len(tried) == 15
 
 
+def test_failures_are_left_and_tried_again(tmp_path, monkeypatch, capsys):
+    """Of two rates one fails: the other is picked, and the failed one counts as left."""
+
+    def score(n, rate, seed):
+        if rate == 1e-3 and n <= 2:
+            raise FloatingPointError("NaN")
+        return 2.0 + rate
+
+    tried = stub(monkeypatch, score)
+    options = replace(TOY, models=("kda",), out=str(tmp_path))
+    result = language_model.main(options)
+    assert tried == [(1e-3, 0), (1e-2, 0), (1e-2, 1), (1e-2, 2), (1e-2, 3)]
+    assert "1 runs are left" in capsys.readouterr().out
+    assert "1 runs failed" in plot_language.table(result)
+    # The other rate is better, once it works.
+    language_model.main(options)
+    assert tried[5:] == [(1e-3, 0), (1e-3, 1), (1e-3, 2), (1e-3, 3)]
+    assert "nothing is left" in capsys.readouterr().out
+    # Other rates are another sweep, with a row of its own.
+    result = language_model.main(replace(options, rates=(1e-2,)))
+    assert len(tried) == 13
+    assert sorted(row["trials"] for row in plot_language.rows(result)) == [1, 2]
+
+
 def test_verdicts_of_paired_differences(tmp_path, monkeypatch):
     """Between seeds losses differ by 0.1, between models by 0.02: only the pairs tell."""
     models = ("gated_delta_net", "kda", "gated_delta_net2")
@@ -177,7 +201,7 @@ def test_verdicts_of_paired_differences(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": ("no",)}, "rule: got 'no'"),
+        ({"models": ("no",)}, "models: got 'no', want one of"),
         ({"models": ("q_delta:no",)}, "models: got 'q_delta:no', want one of"),
         ({"models": ()}, "models: got"),
         ({"rates": (0.1, 0.1)}, r"rates: got \(0.1, 0.1\), want one or more, each once"),

@@ -87,11 +87,17 @@ def fake(asked, wrong=()):
 
 def test_an_answer_counts_if_all_of_it_is_most_likely(text):
     asked = questions(text, "s_niah_1", LENGTH, 3, TEST)
-    assert answered(fake(asked), asked).tolist() == [True] * 3
-    assert answered(fake(asked, wrong=(1,)), asked).tolist() == [True, False, True]
+    whole, share = answered(fake(asked), asked)
+    assert whole.tolist() == [True] * 3
+    assert share.tolist() == [1.0] * 3
+    whole, share = answered(fake(asked, wrong=(1,)), asked)
+    assert whole.tolist() == [True, False, True]
+    tokens = asked.answers.shape[1]
+    assert share.tolist() == pytest.approx([1, (tokens - 1) / tokens, 1])
     # Places without an answer don't count.
     short = asked._replace(answers=np.concatenate([asked.answers[:, :-1], np.full((3, 1), -1, np.int32)], axis=1))
-    assert answered(fake(asked, wrong=(1,)), short).tolist() == [True] * 3
+    whole, share = answered(fake(asked, wrong=(1,)), short)
+    assert (whole.tolist(), share.tolist()) == ([True] * 3, [1.0] * 3)
 
 
 def test_the_last_rows_are_filled_up_and_not_counted(text):
@@ -100,9 +106,10 @@ def test_the_last_rows_are_filled_up_and_not_counted(text):
 
     def first_is_right(some):
         sizes.append(len(some.inputs))
-        return jnp.asarray((some.inputs == asked.inputs[0]).all(-1))
+        right = (some.inputs == asked.inputs[0]).all(-1)
+        return jnp.asarray(right), jnp.where(right, 1.0, 0.25)
 
-    assert accuracy(first_is_right, asked, 2) == pytest.approx(1 / 3)
+    assert accuracy(first_is_right, asked, 2) == pytest.approx((1 / 3, 0.5))
     assert sizes == [2, 2]
 
 
@@ -138,6 +145,7 @@ def test_sweep_seeds_resume_and_verdicts(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Runner, "run", run)
     monkeypatch.setattr(niah, "prepare", lambda *_: None)
+    monkeypatch.setattr(niah, "needle_rows", lambda *_: None)
     options = replace(TOY, out=str(tmp_path))
     result = niah.main(options)
     assert tried == [(1e-3, 0), (1e-2, 0), (1e-2, 1), (1e-2, 2)] * 2
@@ -146,17 +154,34 @@ def test_sweep_seeds_resume_and_verdicts(tmp_path, monkeypatch, capsys):
     assert len(tried) == 8
     lines = plot_niah.table(result).splitlines()
     (row,) = [line for line in lines if line.startswith("| S-NIAH-3 | kda")]
-    assert [cell.split(" (")[0] for cell in row.split(" | ")[-4:]] == ["81.5", "40.8", "20.4", "10.2"]
+    assert [cell.split(" (")[0] for cell in row.split(" | ")[-5:-1]] == ["81.5", "40.8", "20.4", "10.2"]
+    assert row.endswith("| best rate at the edge of those tried |")
     (verdict,) = [line for line in lines if line.startswith("| kda above gated_delta_net")]
     assert verdict.split(" | ")[2:] == ["+14.1", "+14.1 to +14.1", "yes |"]
+
+
+def test_lengths_without_room_end_the_run_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(Runner, "run", lambda *_: pytest.fail("trained"))
+    short = {"length": 300, "batch_tokens": 600, "tokens": 600 * PARTS}
+    with pytest.raises(ValueError, match="length: got 299, want at least"):
+        niah.main(replace(TOY, **short, models=("kda",), out=str(tmp_path)))
+
+
+def test_a_long_transformer_has_no_convolutions():
+    with pytest.raises(ValueError, match=r"models: got 'transformer\+conv' of 10 layers, want 'transformer'"):
+        resolve(Niah(grid="full", models=("transformer+conv",)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": ("no",)}, "rule: got 'no'"),
+        ({"models": ("no",)}, "models: got 'no', want one of"),
+        ({"models": ("no+window",)}, r"models: got 'no\+window'"),
+        ({"rates": (0.0,)}, r"rates: got \(0.0,\), want finite numbers above 0"),
+        ({"rates": (float("nan"),)}, r"rates: got \(nan,\), want finite"),
+        ({"answer_weight": float("inf")}, "answer_weight: got inf, want a finite number above 0"),
         ({"samples": 0}, "samples: got 0, want at least 1"),
-        ({"answer_weight": 0.0}, "answer_weight: got 0.0, want above 0"),
+        ({"answer_weight": 0.0}, "answer_weight: got 0.0, want a finite number above 0"),
         ({"rates": ()}, r"rates: got \(\), want one or more"),
         ({"batch_tokens": 3 * LENGTH, "tokens": 3 * LENGTH * PARTS}, "want an even number of rows of 900"),
     ],
