@@ -10,7 +10,7 @@ own (0), the best on every other held-out document is picked, and seeds 1, 2 .. 
  The same seed gives the same numbers on the same machine.
 
 Budget. Runs of a model: rates + seeds = 6 (toy), 5 (full).
-    toy     2 cores: 6 models = 36 runs of 0.2M tokens, about 10 s each
+    toy     2 cores: 6 models = 36 runs of 0.2M tokens, 5 to 30 s each: 6 minutes
     full    one H200: 23 models = 115 runs of 25M tokens (0.6 of the corpus), 39M parameters. A run may take 10
             minutes and is expected to take 20 to 40 s, and a model 30 s to compile: 3 minutes for a model
 Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.

@@ -48,10 +48,10 @@ KINDS = (
     Kind(
         ("kernels_",),
         "GPU kernels",
-        "How fast are the kernels beside XLA, the peer's kernels and the time that moving inputs and output takes? (That"
-        " is the floor. ruler: device time by the profiler, cupti, or by replaying a graph. fla, fla safe_gate, official:"
-        " kernels of flash-linear-attention, the same with bounded decays, those of Q-Delta's authors, which compute"
-        " another recurrence. recompute: little is saved for the gradient.)",
+        "How fast are the kernels beside XLA, the peer's kernels and the time that moving inputs and output takes? That"
+        " is the floor; ruler: device time by the profiler (cupti) or a replayed graph; fla, fla safe_gate and official"
+        " are kernels of flash-linear-attention, the same with bounded decays, and those of Q-Delta's authors, which"
+        " compute another recurrence; recompute: little is saved for the gradient.",
         plot_kernels.text,
         plot_kernels.plot,
         ("rule", "shape", "dtype", "implementation", "chunk_size", "ruler"),
