@@ -15,7 +15,7 @@ from experiments.bench_kernels import Bench, Store, build, floor, make_arguments
 from experiments.bench_peer import PEERS
 from experiments.device_time import kernel_time, repeats_for
 from qdelta_jax import RULES
-from tests.cases import KERNEL_SHAPES, SHAPES, every_rule, make_inputs
+from tests.cases import KERNEL_SHAPES, SHAPES, every_rule, every_structure, make_inputs
 from tests.tolerances import BF16, FLOAT32, FLOAT32_DECAY
 
 ODD = SHAPES["odd"]
@@ -51,7 +51,7 @@ def test_arguments_are_like_those_of_the_tests(name):
         assert low <= x.min() < x.max() <= high
 
 
-@every_rule
+@every_structure
 @pytest.mark.parametrize(
     ("dtype", "output", "state"), [("float32", FLOAT32, FLOAT32), ("bfloat16", BF16["output"], BF16["state"])]
 )

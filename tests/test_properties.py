@@ -11,7 +11,7 @@ from tolerances import FLOAT64, assert_close
 
 DECAYS = (0.0, -1e-9, -0.05, -1.0, -7.0, -300.0, -np.inf)
 
-few = settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
