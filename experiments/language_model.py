@@ -7,7 +7,7 @@
 Blocks of one weight (`training_models.weigh`), one tokenizer, and for each seed the same tokens in the same order: a
 difference between two models is paired by seed. For each model the same learning rates are tried with a seed of their
 own (0), the best on every other held-out document is picked, and seeds 1, 2 .. at that rate are tested on the others.
- The same seed gives the same numbers on the same machine.
+The same seed gives the same numbers on the same machine.
 
 Budget. Runs of a model: rates + seeds = 6 (toy), 5 (full).
     toy     2 cores: 6 models = 36 runs of 0.2M tokens, 5 to 30 s each: 6 minutes
@@ -21,7 +21,7 @@ and package versions isn't trained again. `python -m experiments.plot_language F
 
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Any, Literal
@@ -31,14 +31,15 @@ import tyro
 
 import qdelta_jax as qd
 from experiments.bench import RESULTS
-from experiments.language_models import ABLATIONS, make_config
-from experiments.language_training import Plan, Runner, deterministic, plan
-from experiments.mqar_models import build, state_size, weight
+from experiments.language_models import ABLATIONS, make_cell, make_config
+from experiments.language_training import Plan, Runner, deterministic, plan_of
+from experiments.mqar_models import build
+from experiments.outcomes import Cell
 from experiments.plot_language import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import Cell, attempt, check_lists, complete, run_command, versions
+from experiments.sweeps import attempt, check_once, check_rates, chosen_grid, complete, finish, run_command
 from experiments.texts import Text, load_text
-from experiments.training_models import TRANSFORMER, differing
+from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
 from qdelta_jax.training.data import Batch, batches, held_out_batches
 from qdelta_jax.training.loop import evaluate
@@ -160,12 +161,12 @@ def main(options: Language) -> dict[str, Any]:
     for model in grid.models:
         config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
         runner = Runner(partial(build, model, config), plan_of(grid))
-        base = make_cell(model, config, text, grid)
+        epochs = round(runner.plan.tokens / text.train.num_tokens, 3)
+        base = {**make_cell(model, config, text.name, runner.plan, grid), "epochs": epochs}
         until = began + 60 * grid.minutes
         work = partial(measure, runner, text)
         left += complete(store, base, grid.rates, grid.seeds, work, until, name="validation", sign=-1)
-    print(f"\n{table(store.result)}\nstored in {store.path.name}")
-    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    finish(store, table, left)
     return store.result
 
 
@@ -175,43 +176,15 @@ def resolve(options: Language) -> Grid:
     Raises:
         ValueError: a bad value.
     """
-    names = {field.name for field in fields(Grid)} & {field.name for field in fields(Language)}
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    grid = replace(GRIDS[options.grid], **given)
+    grid = chosen_grid(options, GRIDS)
     if grid.seeds < 1:
         raise ValueError(f"seeds: got {grid.seeds}, want at least 1")
-    check_lists(grid.models, grid.rates)
+    check_once(models=grid.models, rates=grid.rates)
+    check_rates(grid.rates)
     plan_of(grid)
     for model in grid.models:
         make_config(model, grid.base)
     return grid
-
-
-def plan_of(grid: Grid) -> Plan:
-    return plan(**{name: getattr(grid, name) for name in ("length", "tokens", "batch_tokens", "run_minutes")})
-
-
-def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
-    """What the cells of a model have in common."""
-    runs = plan_of(grid)
-    parameters, block_parameters = weight(model, config)
-    return {
-        "model": model,
-        "options": {
-            "rates": list(grid.rates),
-            "text": text.name,
-            "length": runs.length,
-            "rows": runs.rows,
-            "steps": runs.steps,
-            "base": differing(grid.base),
-        },
-        "config": differing(config),
-        "state": state_size(config, grid.length),
-        "parameters": parameters,
-        "block_parameters": block_parameters,
-        "epochs": round(runs.tokens / text.train.num_tokens, 3),
-        "versions": versions(),
-    }
 
 
 def measure(runner: Runner, text: Text, cells: list[Cell]) -> list[Cell]:
@@ -231,10 +204,7 @@ def measure(runner: Runner, text: Text, cells: list[Cell]) -> list[Cell]:
         (cell,) = cells
         return [runner.run(cell["rate"], cell["seed"], iter(training(text, cell["seed"], runner.plan)), score)]
 
-    found = attempt(numbers, cells)
-    for cell in found:
-        print(format_cell(cell), flush=True)
-    return found
+    return attempt(numbers, cells, format_cell)
 
 
 @lru_cache(maxsize=8)

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 import qdelta_jax as qd
-from experiments.mqar_models import CONVOLVED, TAPS, WINDOW
-from experiments.training_models import TRANSFORMER, count_blocks, weigh
+from experiments.language_training import Plan
+from experiments.mqar_models import CONVOLVED, TAPS, WINDOW, state_size, weight
+from experiments.outcomes import Cell
+from experiments.sweeps import versions
+from experiments.training_models import TRANSFORMER, count_blocks, differing, weigh
 from qdelta_jax.models import ModelConfig
 
 FEW = 2
@@ -82,6 +85,25 @@ def make_config(model: str, base: ModelConfig) -> ModelConfig:
         known = [TRANSFORMER, CONVOLVED, *(name for name in qd.RULES if ":" not in name), *ABLATIONS]
         raise ValueError(f"models: got {model!r}, want one of {known}, rules with {WINDOW!r} behind them, too")
     return weigh(replace(base, **changes), wanted)
+
+
+def make_cell(model: str, config: ModelConfig, text: str, runs: Plan, grid: Any, **options: Any) -> Cell:
+    """What the cells of a model have in common; options: that the experiment has on top of `runs`, rates and base."""
+    parameters, block_parameters = weight(model, config)
+    return {
+        "model": model,
+        "options": {
+            "rates": list(grid.rates),
+            **{"text": text, "length": runs.length, "rows": runs.rows, "steps": runs.steps},
+            **options,
+            "base": differing(grid.base),
+        },
+        "config": differing(config),
+        "state": state_size(config, runs.length),
+        "parameters": parameters,
+        "block_parameters": block_parameters,
+        "versions": versions(),
+    }
 
 
 def _pattern(base: ModelConfig, *kinds: str) -> tuple[str, ...]:

@@ -52,6 +52,11 @@ def plan(*, length: int, tokens: int, batch_tokens: int, run_minutes: float) -> 
     return Plan(length, batch_tokens // length, steps, run_minutes)
 
 
+def plan_of(grid: Any) -> Plan:
+    """Of a grid, which has these fields."""
+    return plan(**{name: getattr(grid, name) for name in ("length", "tokens", "batch_tokens", "run_minutes")})
+
+
 class Runner:
     """Trains one model, again and again; compiled once, on one device.
 

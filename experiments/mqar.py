@@ -27,7 +27,7 @@ package versions isn't trained again. `python -m experiments.plot_mqar FILE` mak
 """
 
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
 from experiments.mqar_training import PARTS, Plan, Trainer
 from experiments.plot_mqar import rows, table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import attempt, complete, versions
+from experiments.sweeps import attempt, check_once, chosen_grid, complete, finish, versions
 from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
 
@@ -154,8 +154,7 @@ def main(options: Mqar) -> dict[str, Any]:
         base = make_cell(model, config, setting, grid)
         until = began + 60 * grid.minutes
         left += complete(store, base, grid.rates, grid.seeds, partial(measure, trainer), until, together=grid.together)
-    print(f"\n{table(store.result)}\nstored in {store.path.name}")
-    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    finish(store, table, left)
     check_transformer(store.result, grid)
     return store.result
 
@@ -166,15 +165,11 @@ def resolve(options: Mqar) -> Grid:
     Raises:
         ValueError: a bad value.
     """
-    names = {field.name for field in fields(Grid)}
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    grid = replace(GRIDS[options.grid], **given)
+    grid = chosen_grid(options, GRIDS)
     for name in ("seeds", "together", "examples", "held_out"):
         if getattr(grid, name) < 1:
             raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
-    for name in ("models", "widths", "settings", "rates"):
-        if not getattr(grid, name) or len(set(getattr(grid, name))) < len(getattr(grid, name)):
-            raise ValueError(f"{name}: got {getattr(grid, name)}, want one or more, each once")
+    check_once(models=grid.models, widths=grid.widths, settings=grid.settings, rates=grid.rates)
     for length, _ in grid.settings:
         if grid.batch_tokens % length or grid.examples < grid.batch_tokens // length:
             raise ValueError(
@@ -226,10 +221,7 @@ def measure(trainer: Trainer, cells: list[dict[str, Any]]) -> list[dict[str, Any
     def numbers(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return trainer.run([cell["rate"] for cell in cells], [cell["seed"] for cell in cells])
 
-    found = attempt(numbers, cells)
-    for cell in found:
-        print(format_cell(cell), flush=True)
-    return found
+    return attempt(numbers, cells, format_cell)
 
 
 def format_cell(cell: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ package versions isn't trained again. `python -m experiments.plot_niah FILE` mak
 
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 from typing import Any, Literal
@@ -36,15 +36,16 @@ import tyro
 
 from experiments.bench import RESULTS
 from experiments.language_model import HYBRIDS, SMALL, TINY
-from experiments.language_models import make_config
-from experiments.language_training import Plan, Runner, deterministic, plan
-from experiments.mqar_models import CONVOLVED, build, state_size, weight
+from experiments.language_models import make_cell, make_config
+from experiments.language_training import Runner, deterministic, plan_of
+from experiments.mqar_models import CONVOLVED, build
 from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
+from experiments.outcomes import Cell
 from experiments.plot_niah import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import Cell, attempt, check_lists, complete, run_command, versions
+from experiments.sweeps import attempt, check_once, check_rates, chosen_grid, complete, finish, run_command
 from experiments.texts import Text, load_text
-from experiments.training_models import TRANSFORMER, differing
+from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
 from qdelta_jax.tasks import NEEDLE_TASKS
 from qdelta_jax.training.train_step import TrainState
@@ -153,12 +154,12 @@ def main(options: Niah) -> dict[str, Any]:
     for model in grid.models:
         config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
         runner = Runner(partial(build, model, config), plan_of(grid))
-        base = make_cell(model, config, text, grid)
+        own = {name: getattr(grid, name) for name in ("documents", "samples", "answer_weight")}
+        base = make_cell(model, config, text.name, runner.plan, grid, **own)
         until = began + 60 * grid.minutes
         work = partial(measure, runner, Scorer(runner, text, grid))
         left += complete(store, base, grid.rates, grid.seeds, work, until)
-    print(f"\n{table(store.result)}\nstored in {store.path.name}")
-    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
+    finish(store, table, left)
     return store.result
 
 
@@ -168,44 +169,19 @@ def resolve(options: Niah) -> Grid:
     Raises:
         ValueError: a bad value.
     """
-    names = {field.name for field in fields(Grid)} & {field.name for field in fields(Niah)}
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    grid = replace(GRIDS[options.grid], **given)
+    grid = chosen_grid(options, GRIDS)
     for name in ("seeds", "documents", "samples"):
         if getattr(grid, name) < 1:
             raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
     if not 0 < grid.answer_weight < math.inf:
         raise ValueError(f"answer_weight: got {grid.answer_weight}, want a finite number above 0")
-    check_lists(grid.models, grid.rates)
+    check_once(models=grid.models, rates=grid.rates)
+    check_rates(grid.rates)
     if plan_of(grid).rows % 2:
         raise ValueError(f"batch_tokens: got {grid.batch_tokens}, want an even number of rows of {grid.length}")
     for model in grid.models:
         make_config(model, grid.base)
     return grid
-
-
-def plan_of(grid: Grid) -> Plan:
-    return plan(**{name: getattr(grid, name) for name in ("length", "tokens", "batch_tokens", "run_minutes")})
-
-
-def make_cell(model: str, config: ModelConfig, text: Text, grid: Grid) -> Cell:
-    """What the cells of a model have in common."""
-    runs = plan_of(grid)
-    parameters, block_parameters = weight(model, config)
-    return {
-        "model": model,
-        "options": {
-            "rates": list(grid.rates),
-            **{"text": text.name, "length": runs.length, "rows": runs.rows, "steps": runs.steps},
-            **{name: getattr(grid, name) for name in ("documents", "samples", "answer_weight")},
-            "base": differing(grid.base),
-        },
-        "config": differing(config),
-        "state": state_size(config, grid.length),
-        "parameters": parameters,
-        "block_parameters": block_parameters,
-        "versions": versions(),
-    }
 
 
 class Scorer:
@@ -264,10 +240,7 @@ def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
         data = training(text, **shape, documents=grid.documents, weight=grid.answer_weight, seed=cell["seed"])
         return [runner.run(cell["rate"], cell["seed"], data, score)]
 
-    made = attempt(numbers, cells)
-    for one in made:
-        print(format_cell(one), flush=True)
-    return made
+    return attempt(numbers, cells, format_cell)
 
 
 def format_cell(cell: Cell) -> str:

@@ -5,15 +5,13 @@
 writes the tables as .md and the plot as .png beside the file, from the file alone.
 """
 
-import json
 import sys
-from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
+from experiments.outcomes import GDN2, Q_DELTA, Claim, Ends, measured_alike, picked, remark, sections, verdict
 from experiments.style import COLORS, pyplot
-from experiments.sweeps import pick
 from experiments.tables import header, line, save, write
 from experiments.uncertainty import interval, paired
 
@@ -35,16 +33,6 @@ COLUMNS = (
     "remark",
 )
 
-
-class Claim(NamedTuple):
-    """better, worse: models of which a paper reports that the first has the lower loss (perplexity). source: of it."""
-
-    better: str
-    worse: str
-    source: str
-
-
-Q_DELTA, GDN2 = "arXiv 2606.08804", "arXiv 2605.22791"
 
 CLAIMS = (
     Claim("gated_delta_net2", "kda", GDN2),
@@ -79,69 +67,40 @@ QUESTIONS = (
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One for each model and options that has a picked rate: what the table says of it, lowest loss first."""
     found = []
-    for _, group in groupby(sorted(result["cells"], key=_place), key=_place):
-        members = list(group)
-        sweep = [cell for cell in members if cell["sweep"]]
-        rate = pick(sweep, "validation", -1)
-        if rate is None:
-            continue
-        done = [cell for cell in members if not cell["sweep"] and cell["rate"] == rate and "error" not in cell]
+    names = ("model", "options", "versions", "state", "block_parameters", "epochs")
+    for row, done in picked(result["cells"], lambda x: (measured_alike(x), x["model"]), names, sign=-1):
         tests = {cell["seed"]: cell["test"] for cell in done}
-        some = next(cell for cell in sweep if "error" not in cell)
-        tried = sorted({cell["rate"] for cell in sweep})
-        found.append(
-            {
-                **{
-                    name: some[name] for name in ("model", "options", "versions", "state", "block_parameters", "epochs")
-                },
-                "trials": len(sweep),
-                "rate": rate,
-                "edge": len(tried) > 1 and rate in (tried[0], tried[-1]),
-                "tests": tests,
-                "mean": mean(tests.values()) if tests else None,
-                "interval": interval(list(tests.values())),
-                "bits": mean(cell["test_bits_per_byte"] for cell in done) if done else None,
-                "failed": sum("error" in cell for cell in members),
-            }
-        )
-    key = json.dumps
-    return sorted(
-        found,
-        key=lambda row: (key([row["options"], row["versions"]], sort_keys=True), row["mean"] or 1e9, row["model"]),
-    )
+        scores = {
+            "tests": tests,
+            "mean": mean(tests.values()) if tests else None,
+            "interval": interval(list(tests.values())),
+            "bits": mean(cell["test_bits_per_byte"] for cell in done) if done else None,
+        }
+        found.append(row | scores)
+    return sorted(found, key=lambda row: (measured_alike(row), row["mean"] or 1e9, row["model"]))
 
 
-def _place(cell: dict[str, Any]) -> tuple[str, str]:
-    return json.dumps([cell["options"], cell["versions"]], sort_keys=True), cell["model"]
-
-
-def difference(mine: dict[str, Any], other: dict[str, Any]) -> tuple[float, tuple[float, float] | None] | None:
+def difference(mine: dict[str, Any], other: dict[str, Any]) -> tuple[float, Ends] | None:
     """Of the test losses, paired by seed; None without a seed that both have."""
     seeds = sorted(set(mine["tests"]) & set(other["tests"]))
     return paired([mine["tests"][s] for s in seeds], [other["tests"][s] for s in seeds]) if seeds else None
 
 
-def verdict(found: tuple[float, tuple[float, float] | None] | None) -> str:
-    """Whether the first of two has the lower loss.
+def lower(found: tuple[float, Ends] | None) -> str:
+    """Whether the first of two has the lower loss, from `difference`.
 
-    >>> verdict((-0.1, (-0.2, -0.01))), verdict((0.1, (0.01, 0.2))), verdict((0.1, (-0.1, 0.3)))
-    ('yes', 'no: the other way round', 'the noise is too large to tell')
+    >>> lower((-0.1, (-0.2, -0.01))), lower((0.1, (0.01, 0.2))), lower((0.1, (-0.1, 0.3))), lower((0.1, None))
+    ('yes', 'no: the other way round', 'the noise is too large to tell', 'too few seeds')
     """
-    if found is None or found[1] is None:
-        return "too few seeds"
-    low, high = found[1]
-    if high < 0:
-        return "yes"
-    return "no: the other way round" if low > 0 else "the noise is too large to tell"
+    ends = None if found is None else found[1]
+    return verdict(None if ends is None else (-ends[1], -ends[0]))
 
 
 def table(result: dict[str, Any]) -> str:
     """For each set of options all models, then which of the papers' orders are reproduced, in markdown."""
-    parts = []
-    for _, group in groupby(
-        rows(result), key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True)
-    ):
-        parts += [*_section(list(group), result["device"]), ""]
+    parts: list[str] = []
+    for found in sections(rows(result)):
+        parts += [*_section(found, result["device"]), ""]
     return "\n".join(parts)
 
 
@@ -162,7 +121,7 @@ def _section(found: list[dict[str, Any]], device: str) -> list[str]:
         losses = [_number(row["mean"]), _between(row["interval"]), _number(row["bits"])]
         gaps = ["", ""] if gap is None else [f"{gap[0]:+.4f}", _between(gap[1], "+")]
         seeds = str(len(row["tests"]))
-        lines.append(line((row["model"], *numbers, f"{row['rate']:g}", seeds, *losses, *gaps, _remark(row))))
+        lines.append(line((row["model"], *numbers, f"{row['rate']:g}", seeds, *losses, *gaps, remark(row))))
     pairs = [
         (f"{a} below {b}", source, difference(by_name[a], by_name[b]))
         for a, b, source in (*CLAIMS, *QUESTIONS)
@@ -173,7 +132,7 @@ def _section(found: list[dict[str, Any]], device: str) -> list[str]:
         lines += ["", *header(titles)]
         for words, source, gap in pairs:
             shown = ["", ""] if gap is None else [f"{gap[0]:+.4f}", _between(gap[1], "+")]
-            lines.append(line((words, source, *shown, verdict(gap))))
+            lines.append(line((words, source, *shown, lower(gap))))
     return lines
 
 
@@ -181,24 +140,14 @@ def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.4f}"
 
 
-def _between(ends: tuple[float, float] | None, sign: str = "") -> str:
+def _between(ends: Ends, sign: str = "") -> str:
     return "" if ends is None else f"{ends[0]:{sign}.4f} to {ends[1]:{sign}.4f}"
-
-
-def _remark(row: dict[str, Any]) -> str:
-    parts = ["best rate at the edge of those tried"] if row["edge"] else []
-    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
-    return "; ".join(parts)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """For each set of options every model's test loss: a point for each seed, the mean and its interval."""
     plt = pyplot()
-    found = [row for row in rows(result) if row["tests"]]
-    panels = [
-        list(group)
-        for _, group in groupby(found, key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True))
-    ]
+    panels = sections(row for row in rows(result) if row["tests"])
     height = sum(0.3 * len(panel) + 1.2 for panel in panels)
     sizes = {"height_ratios": [len(panel) for panel in panels]} if panels else {}
     figure, axes = plt.subplots(

@@ -7,13 +7,12 @@ writes the table as .md and the plot as .png beside the file, from the file alon
 
 import json
 import sys
-from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from experiments.outcomes import picked, remark
 from experiments.style import COLORS, MARKERS, pyplot
-from experiments.sweeps import pick
 from experiments.tables import header, line, save, write
 from experiments.uncertainty import interval
 
@@ -32,6 +31,8 @@ COLUMNS = (
     "remark",
 )
 
+EDGE = "rate at the edge of the sweep"
+
 GROUP = ("length", "pairs", "width", "model", "options")
 """What the cells of a row of the table share."""
 
@@ -39,30 +40,15 @@ GROUP = ("length", "pairs", "width", "model", "options")
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One for each setting, width, model and options that has a picked rate: what the table says of it."""
     found = []
-    cells = sorted(result["cells"], key=_place)
-    for _, group in groupby(cells, key=_place):
-        members = list(group)
-        sweep = [cell for cell in members if cell["sweep"]]
-        rate = pick(sweep)
-        if rate is None:
-            continue
-        reported = [x for x in members if not x["sweep"] and x["rate"] == rate and "error" not in x]
+    for row, reported in picked(result["cells"], _place, (*GROUP, "state", "block_parameters")):
         tests = [cell["test"] for cell in reported]
-        rates = sorted({cell["rate"] for cell in sweep})
-        some = next(cell for cell in sweep if "error" not in cell)
-        found.append(
-            {
-                **{name: some[name] for name in (*GROUP, "state", "block_parameters")},
-                "trials": len(sweep),
-                "rate": rate,
-                "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
-                "tests": tests,
-                "mean": mean(tests) if tests else None,
-                "interval": interval(tests, low=0.0, high=1.0),
-                "validation": mean(cell["validation"] for cell in reported) if reported else None,
-                "failed": sum("error" in cell for cell in members),
-            }
-        )
+        scores = {
+            "tests": tests,
+            "mean": mean(tests) if tests else None,
+            "interval": interval(tests, low=0.0, high=1.0),
+            "validation": mean(cell["validation"] for cell in reported) if reported else None,
+        }
+        found.append(row | scores)
     return found
 
 
@@ -79,7 +65,7 @@ def table(result: dict[str, Any]) -> str:
         numbers = [str(row[name]) for name in ("state", "block_parameters", "trials")]
         names = f"{row['length']} x {row['pairs']}", str(row["width"]), row["model"]
         scores = percent(row["mean"]), between, percent(row["validation"])
-        lines.append(line((*names, *numbers, f"{row['rate']:.2g}", str(len(row["tests"])), *scores, remark(row))))
+        lines.append(line((*names, *numbers, f"{row['rate']:.2g}", str(len(row["tests"])), *scores, remark(row, EDGE))))
     notes = (
         "state: numbers that a layer keeps of what it has read, on average over layers, convolutions included; of full "
         "attention those of a whole row. block parameters: without the embedding, which is tied to the output. "
@@ -87,12 +73,6 @@ def table(result: dict[str, Any]) -> str:
         "The interval is Student's over seeds, which draw initial parameters and the order of the examples.",
     )
     return "\n".join([*lines, "", *notes, ""])
-
-
-def remark(row: dict[str, Any]) -> str:
-    parts = ["rate at the edge of the sweep"] if row["edge"] else []
-    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
-    return "; ".join(parts)
 
 
 def percent(x: float | None) -> str:

@@ -5,31 +5,18 @@
 writes the tables as .md and the plot as .png beside the file, from the file alone.
 """
 
-import json
 import sys
-from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
+from experiments.outcomes import GDN2, Q_DELTA, Claim, measured_alike, picked, remark, sections, verdict
 from experiments.style import COLORS, MARKERS, pyplot
-from experiments.sweeps import pick
 from experiments.tables import header, line, save, write
 from experiments.uncertainty import interval, paired
 
 TITLES = {"s_niah_1": "S-NIAH-1", "s_niah_2": "S-NIAH-2", "s_niah_3": "S-NIAH-3", "mk_niah_1": "MK-NIAH-1"}
 
-
-class Claim(NamedTuple):
-    """better, worse: models, of which a paper reports that the first answers more. source: of it."""
-
-    better: str
-    worse: str
-    source: str
-
-
-Q_DELTA, GDN2 = "arXiv 2606.08804", "arXiv 2605.22791"
 
 CLAIMS = (
     Claim("q_delta", "gated_delta_net", Q_DELTA),
@@ -48,36 +35,11 @@ S-NIAH-2 at 4K, S-NIAH-3 at 2K and MK-NIAH-1 at 4K: 93.0, 89.8, 37.8 (KDA 89.0, 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One for each model and options that has a picked rate: by task and length the accuracies of the seeds."""
     found = []
-    for _, group in groupby(sorted(result["cells"], key=_place), key=_place):
-        members = list(group)
-        sweep = [cell for cell in members if cell["sweep"]]
-        rate = pick(sweep)
-        if rate is None:
-            continue
-        done = [cell for cell in members if not cell["sweep"] and cell["rate"] == rate and "error" not in cell]
-        some = next(cell for cell in sweep if "error" not in cell)
+    names = ("model", "options", "versions", "state", "block_parameters")
+    for row, done in picked(result["cells"], lambda x: (measured_alike(x), x["model"]), names):
         tests = {cell["seed"]: cell["test"] for cell in done}
-        tried = sorted({cell["rate"] for cell in sweep})
-        found.append(
-            {
-                **{name: some[name] for name in ("model", "options", "versions", "state", "block_parameters")},
-                "trials": len(sweep),
-                "rate": rate,
-                "edge": len(tried) > 1 and rate in (tried[0], tried[-1]),
-                "tests": tests,
-                "mean": mean(overall(test) for test in tests.values()) if tests else None,
-                "failed": sum("error" in cell for cell in members),
-            }
-        )
-    key = json.dumps
-    return sorted(
-        found,
-        key=lambda row: (key([row["options"], row["versions"]], sort_keys=True), -(row["mean"] or 0), row["model"]),
-    )
-
-
-def _place(cell: dict[str, Any]) -> tuple[str, str]:
-    return json.dumps([cell["options"], cell["versions"]], sort_keys=True), cell["model"]
+        found.append(row | {"tests": tests, "mean": mean(overall(test) for test in tests.values()) if tests else None})
+    return sorted(found, key=lambda row: (measured_alike(row), -(row["mean"] or 0), row["model"]))
 
 
 def overall(test: dict[str, dict[str, float]]) -> float:
@@ -85,17 +47,15 @@ def overall(test: dict[str, dict[str, float]]) -> float:
     return mean(x for by_length in test.values() for x in by_length.values())
 
 
-def sections(result: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+def scored(result: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The rows of each set of options, without those that have no seed yet."""
-    found = [row for row in rows(result) if row["tests"]]
-    for _, group in groupby(found, key=lambda row: json.dumps([row["options"], row["versions"]], sort_keys=True)):
-        yield list(group)
+    return sections(row for row in rows(result) if row["tests"])
 
 
 def table(result: dict[str, Any]) -> str:
     """For each set of options the accuracies of all models, then which of the papers' orders are reproduced."""
     lines: list[str] = []
-    for found in sections(result):
+    for found in scored(result):
         options = found[0]["options"]
         tokens = options["length"] * options["rows"] * options["steps"]
         lines += [
@@ -111,7 +71,7 @@ def table(result: dict[str, Any]) -> str:
             for row in found:
                 shown = [_shown([test[task][n] for test in row["tests"].values()]) for n in times]
                 what = str(row["state"]), str(row["trials"]), f"{row['rate']:g}", str(len(row["tests"]))
-                lines.append(line((title, row["model"], *what, *shown, _remark(row))))
+                lines.append(line((title, row["model"], *what, *shown, remark(row))))
         lines += ["", *_claims(found), ""]
     return "\n".join(lines)
 
@@ -136,25 +96,6 @@ def _claims(found: list[dict[str, Any]]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
-def verdict(ends: tuple[float, float] | None) -> str:
-    """Whether the first of two answers more.
-
-    >>> verdict((0.1, 2.0)), verdict((-2.0, -0.1)), verdict((-1.0, 2.0)), verdict(None)
-    ('yes', 'no: the other way round', 'the noise is too large to tell', 'too few seeds')
-    """
-    if ends is None:
-        return "too few seeds"
-    if ends[0] > 0:
-        return "yes"
-    return "no: the other way round" if ends[1] < 0 else "the noise is too large to tell"
-
-
-def _remark(row: dict[str, Any]) -> str:
-    parts = ["best rate at the edge of those tried"] if row["edge"] else []
-    parts += [f"{row['failed']} runs failed"] if row["failed"] else []
-    return "; ".join(parts)
-
-
 def _shown(values: list[float]) -> str:
     ends = interval(values, low=0.0, high=1.0)
     between = "" if ends is None else f" ({100 * ends[0]:.0f} to {100 * ends[1]:.0f})"
@@ -164,7 +105,7 @@ def _shown(values: list[float]) -> str:
 def plot(result: dict[str, Any], path: Path) -> None:
     """A row for each set of options, a panel for each task: accuracy over length, a line for each model."""
     plt = pyplot()
-    found = list(sections(result))
+    found = scored(result)
     down = max(1, len(found))
     figure, axes = plt.subplots(
         down, len(TITLES), figsize=(14, 1.5 + 3 * down), squeeze=False, sharey=True, layout="constrained"

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from importlib.metadata import version
-from statistics import mean
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax
 import experiments
 import pallas_kernels
 import qdelta_jax as qd
+from experiments.outcomes import Cell, pick
 from experiments.store import CellStore, check_alive, describe, fingerprint
 
 SWEEP_SEED = 0
@@ -20,26 +21,11 @@ SWEEP_SEED = 0
 SOURCE = fingerprint([qd, pallas_kernels, experiments], "**/*.py")
 """Of the code that runs, not of what it has become when a run ends."""
 
-Cell = dict[str, Any]
-
 
 @cache
 def versions() -> dict[str, str]:
     """Of what a trained model's numbers depend on."""
     return {"jax": jax.__version__, **{name: version(name) for name in ("jaxlib", "flax", "optax", "numpy")}}
-
-
-def pick(sweep: Iterable[Cell], name: str = "validation", sign: int = 1) -> float | None:
-    """The learning rate whose mean `name` is largest (smallest for sign -1), the lower of equals; None without any.
-
-    >>> pick([{"rate": 0.1, "validation": 0.5}, {"rate": 0.01, "validation": 0.5}, {"rate": 1.0, "error": "NaN"}])
-    0.01
-    """
-    found: dict[float, list[float]] = {}
-    for cell in sweep:
-        if "error" not in cell:
-            found.setdefault(cell["rate"], []).append(sign * cell[name])
-    return max(sorted(found), key=lambda rate: mean(found[rate])) if found else None
 
 
 def complete(
@@ -77,29 +63,53 @@ def complete(
     return _left(store, [*sweep, *reported])
 
 
-def attempt(numbers: Callable[[list[Cell]], list[Cell]], cells: list[Cell]) -> list[Cell]:
-    """The cells with their numbers, date and source, or with the reason for none."""
+def attempt(
+    numbers: Callable[[list[Cell]], list[Cell]], cells: list[Cell], describe_cell: Callable[[Cell], str]
+) -> list[Cell]:
+    """The cells with their numbers, date and source, or with the reason for none; prints a description of each."""
     try:
         found = numbers(cells)
     except Exception as error:  # Some cells fail, the others go on.
         found = [{"error": describe(error)}] * len(cells)
     when = {"date": time.strftime("%Y-%m-%d"), "source": SOURCE}
     made = [{**cell, **when, **own} for cell, own in zip(cells, found, strict=True)]
+    for cell in made:
+        print(describe_cell(cell), flush=True)
     if "error" in found[0]:
         check_alive()
     return made
 
 
-def check_lists(models: Sequence[str], rates: Sequence[float]) -> None:
+def chosen_grid[G](options: Any, grids: Mapping[str, G]) -> G:
+    """The grid that the options name, with what they say instead of its fields."""
+    grid: Any = grids[options.grid]
+    names = {field.name for field in fields(grid)} & {field.name for field in fields(options)}
+    return replace(grid, **{name: getattr(options, name) for name in names if getattr(options, name) is not None})
+
+
+def check_once(**lists: Sequence[Any]) -> None:
     """
     Raises:
-        ValueError: none, one twice, or a rate that is none.
+        ValueError: none of something, or one twice.
     """
-    for name, values in (("models", models), ("rates", rates)):
+    for name, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name}: got {values}, want one or more, each once")
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """
+    Raises:
+        ValueError: one that is no rate.
+    """
     if not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"rates: got {rates}, want finite numbers above 0")
+
+
+def finish(store: CellStore, table: Callable[[dict[str, Any]], str], left: int) -> None:
+    """The last lines of an experiment."""
+    print(f"\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
 
 
 def run_command(main: Callable[[Any], Any], options: Any) -> None:

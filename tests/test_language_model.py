@@ -194,7 +194,7 @@ def test_verdicts_of_paired_differences(tmp_path, monkeypatch):
     assert "+0.0200" in lines["kda"]
     assert lines["gated_delta_net below kda"].endswith("| yes |")
     assert lines["gated_delta_net2 below gated_delta_net"].endswith("| the noise is too large to tell |")
-    assert plot_language.verdict((0.1, None)) == "too few seeds"
+    assert plot_language.lower((0.1, None)) == "too few seeds"
     assert pick(result["cells"], "validation", -1) == 1e-3
 
 
