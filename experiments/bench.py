@@ -128,15 +128,15 @@ def timed(function: Callable, arguments: Any, repeats: int) -> float:
     return 1e3 * median(times[2:])
 
 
-def time_steps(step: Callable[[], Any], steps: int) -> tuple[float, Any]:
-    """Median milliseconds of a step after the first, and what the last one returned."""
-    step()
-    times = []
+def time_steps(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> tuple[float, Any]:
+    """Milliseconds of a step after the first, on average over steps of which only the last is waited for, as training
+    does; and what that one returned."""
+    wait(step())
+    start = time.perf_counter()
     for _ in range(steps):
-        start = time.perf_counter()
         result = step()
-        times.append(time.perf_counter() - start)
-    return 1e3 * median(times), result
+    wait(result)
+    return 1e3 * (time.perf_counter() - start) / steps, result
 
 
 def temporary_bytes(rule: str, shape: Shape, bench: Bench) -> int:

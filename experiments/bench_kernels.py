@@ -45,7 +45,7 @@ from tests.cases import KERNEL_SHAPES, SHAPES, Shape, gate_shape
 HEADS = 2
 """Heads of q and k, of the first sequence, whose error is measured."""
 
-KEY = ("rule", "shape", "dtype", "implementation", "chunk_size")
+KEY = ("rule", "shape", "dtype", "implementation", "chunk_size", "residuals")
 """What tells one cell from another; a later measurement of the same replaces it."""
 
 
@@ -124,12 +124,15 @@ def check(bench: Bench) -> None:
 def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:
     """The cells of one rule and shape, not yet measured; none for a peer that can't run here."""
     own: list[dict[str, Any]] = [
-        {"implementation": name, "chunk_size": bench.chunk_size, "versions": jax_versions(name)}
+        {
+            **{"implementation": name, "chunk_size": bench.chunk_size, "residuals": bench.residuals},
+            "versions": jax_versions(name),
+        }
         for name in bench.implementations
         if name != "peer"
     ]
     others: list[dict[str, Any]] = [
-        {"implementation": peer.label, "chunk_size": None, "versions": bench_peer.versions()}
+        {"implementation": peer.label, "chunk_size": None, "residuals": None, "versions": bench_peer.versions()}
         for peer in (PEERS.get(rule, ()) if "peer" in bench.implementations else ())
         if peer.label in bench.peers and bench_peer.can_run(peer.module)
     ]

@@ -6,13 +6,13 @@
 
 A step is `Learner.update`: loss of a batch, gradient, AdamW, the state donated; float32 parameters, products in
 bfloat16. Each batch has the same number of tokens (random ones), in few long rows or many short ones. The time is the
-median of steps by the host's clock, each waited for, after one to warm up. `training_models.step_flops` says what is
-counted for the model FLOP utilisation, `training_models.make_config` what the models are; the peer's are of the same
-sizes, and their FLOPs are taken to be ours. Memory is what the compiled step holds at once: its arguments, its
-results and its temporaries (of the peer: what torch's allocator had given out at most). A step that does not fit is
-tried with the next policy of `--remat`; longer rows begin there, since a batch of them has no fewer tokens. Compile
-times are those of a process that has tuned nothing yet only in its first cells; a cache (JAX_COMPILATION_CACHE_DIR)
-hides them.
+mean of steps by the host's clock after one to warm up; they are sent one after another and the last is waited for.
+`training_models.step_flops` says what is counted for the model FLOP utilisation, `training_models.make_config` what the
+models are; the peer's are of the same sizes, and their FLOPs are taken to be ours. Memory is what the compiled step
+holds at once: its arguments, its results and its temporaries (of the peer: what torch's allocator had given out at
+most). A step that does not fit is tried with the next policy of `--remat`; longer rows begin there, since a batch of
+them has no fewer tokens. Compile times are those of a process that has tuned nothing yet only in its first cells; a
+cache (JAX_COMPILATION_CACHE_DIR) hides them.
 
 Results go to experiments/results/training_DEVICE.json after each cell; what is stored there with the same versions and
 sources isn't measured again. `python -m experiments.plot_training FILE` makes a table and a plot of it. The peer is
@@ -73,7 +73,7 @@ class Bench:
     family: str | None = None
     implementation: str | None = None
     packed: bool = False
-    steps: int = 5
+    steps: int = 8
     minutes: float = 8.0
     peak: float = 989e12
     again: bool = False
@@ -234,9 +234,9 @@ def run(config: ModelConfig, cell: dict[str, Any], steps: int) -> dict[str, Any]
         def step() -> Any:
             nonlocal state
             state, metrics = program(state, batch)
-            return jax.block_until_ready(metrics)
+            return metrics
 
-        step_ms, metrics = time_steps(step, steps)
+        step_ms, metrics = time_steps(step, jax.block_until_ready, steps)
         loss = float(metrics.loss)
         if int(metrics.skipped) or not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}, {int(metrics.skipped)} updates were left out")

@@ -63,7 +63,9 @@ def star(cell: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """Every cell, in markdown."""
     lines = header(COLUMNS)
-    for c in sorted(result["cells"], key=lambda c: (c["shape"], c["rule"], c["dtype"])):
+    # What is saved for gradients changes nothing here.
+    cells = [c for c in result["cells"] if c["residuals"] != "keep"]
+    for c in sorted(cells, key=lambda c: (c["shape"], c["rule"], c["dtype"])):
         chunk = f" (chunks of {c['chunk_size']})" if c["chunk_size"] else ""
         times = [number(c.get(name)) for name in ("device_ms", "call_ms", "floor_ms")]
         errors = [f"{c[name]:.1e}" if name in c else "" for name in ("output_error", "state_error")]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels import gradient_layout, joins, states
@@ -14,6 +15,7 @@ from pallas_kernels.forward import MOVES, PREPARED, START, STATES, U, starts, st
 from pallas_kernels.gradients import gradients
 from pallas_kernels.inputs import (
     check_arrays,
+    chunk_sums,
     head_log_decay,
     landing_dtypes,
     make_inputs,
@@ -205,11 +207,12 @@ def _log_decay(problem: Problem, made: Mapping[str, Array], carry: Array) -> Arr
     """d log_decay [B, HV, T'] with a decay per head, from its parts: between tokens, to and from a chunk's ends."""
     shape = (problem.batch, problem.value_heads, problem.chunks, C)
     pairs, into, out_of = (made[n].reshape(shape) for n in ("pairs", "into", "out_of"))
-    from_here = jnp.cumsum(into[..., ::-1], axis=-1)[..., ::-1]
-    before = jnp.cumsum(out_of, axis=-1) - out_of
+    # Of tokens from here on, and of those before.
+    picks = np.concatenate([np.tri(C).T, np.tri(C, k=-1)], axis=1)
+    within = chunk_sums(jnp.concatenate([into, out_of], axis=-1), picks)
     carry = jnp.repeat(carry, problem.value_heads // carry.shape[1], axis=1)
     whole = carry * jnp.sum(made["carry"], axis=-1)
-    return (pairs + from_here + before + whole[..., None]).reshape(*shape[:2], -1)
+    return (pairs + within + whole[..., None]).reshape(*shape[:2], -1)
 
 
 def _assemble(rule: TiledRule, tensors: Mapping[str, Array], made: Mapping[str, Array]) -> dict[str, Array]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import states
 from pallas_kernels.layout import Layout
@@ -101,11 +101,17 @@ def _masks(problem: Problem, valid: Array | None, reset: Array | None) -> dict[s
     return out
 
 
+def chunk_sums(x: Array, picks: np.ndarray) -> Array:
+    """[.., n] -> [.., m], sums of what a matrix [m, n] of zeros and ones picks: one product, where jnp.cumsum is
+    several small kernels on a GPU."""
+    return jnp.matmul(x, jnp.asarray(picks.T, x.dtype), precision=lax.Precision.HIGHEST)
+
+
 def _head_decay(problem: Problem, log_decay: Array, masks: Mapping[str, Array]) -> dict[str, Array]:
     """What a decay per head [B, H, T'] becomes: sums inside each chunk (log2), and factors to and from its ends."""
     batch, heads, tokens = log_decay.shape
     chunked = jnp.maximum(log_decay * LOG2_E, floor(2)).reshape(batch, heads, problem.chunks, C)
-    prefix = jnp.cumsum(chunked, axis=-1)
+    prefix = chunk_sums(chunked, np.tri(C))
     total = prefix[..., -1:]
     flat = (batch, heads, tokens)
     out = {"prefix": prefix.reshape(flat), "into": jnp.exp2(prefix).reshape(flat)}

@@ -1,6 +1,7 @@
 """The gradient kernels against the definition in float64."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CORE, RULE_NAMES, Shape, gate_shape, make_cotangents, make_inputs
+from flax import nnx
 from kernels import ON_GPU, SEGMENTED, SMALL, any_machine, check_gradients, poisoned, run_kernels, segments
 from reference import call, cast_inputs
 from tolerances import (
@@ -17,6 +19,7 @@ from tolerances import (
     KERNEL_GRADIENT,
     KERNEL_GRADIENT_16,
     KERNEL_GRADIENT_16_DECAY,
+    assert_close,
     relative_error,
 )
 
@@ -27,9 +30,10 @@ from pallas_kernels.inputs import make_problem
 from pallas_kernels.linear import coefficients, terms
 from pallas_kernels.pull_back import PullBack
 from pallas_kernels.rule import TiledRule, Unsupported
+from qdelta_jax.layers.mixer import Mixer, MixerConfig
 from qdelta_jax.mosaic import kernel_settings
 
-F32, BF16 = jnp.float32, jnp.bfloat16
+F32, BF16, F64 = jnp.float32, jnp.bfloat16, jnp.float64
 
 
 @contextmanager
@@ -253,6 +257,29 @@ def test_a_function_whose_derivative_sums_over_tokens_is_refused():
     function = lambda q, k, v: (k, None, v * jax.lax.stop_gradient(v) + jnp.sort(v, axis=-1), None)  # noqa: E731
     with pytest.raises(Unsupported, match="sort"):
         PullBack(TiledRule(function, {}, 16, 24))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "kda"] if ON_GPU else ["mamba2"])
+def test_decay_parameters_of_a_layer(name):
+    """The gradients of A_log and dt_bias, through the layer's gate, against the whole layer in float64."""
+    length, size = (1000, 64) if ON_GPU else (70, 16)
+    config = MixerConfig(width=32, rule=name, heads=2, key_dim=size, value_dim=size, implementation="mosaic")
+    layer = Mixer(config, rngs=nnx.Rngs(0))
+    x, cotangent = (jax.random.normal(jax.random.key(i), (2, length, 32)) for i in range(2))
+
+    def decay_gradients(layer, x, cotangent):
+        _, of = nnx.jit(nnx.value_and_grad(lambda layer, x: jnp.sum(layer(x)[0] * cotangent)))(layer, x)
+        decay = of.gates.projections["log_decay"].decay
+        return np.asarray(decay.A_log.get_value()), np.asarray(decay.dt_bias.get_value())
+
+    with by_kernels():
+        got = decay_gradients(layer, x, cotangent)
+    with jax.enable_x64(True):
+        exact = Mixer(replace(config, implementation="scan"), dtype=F64, param_dtype=F64, rngs=nnx.Rngs(0))
+        nnx.update(exact, jax.tree.map(lambda x: jnp.asarray(np.asarray(x), F64), nnx.state(layer)))
+        want = decay_gradients(exact, *(jnp.asarray(np.asarray(x), F64) for x in (x, cotangent)))
+    assert [x.dtype for x in want] == [F64, F64]
+    assert_close(got, want, FLOAT32_DECAY)
 
 
 @pytest.mark.gpu

@@ -108,8 +108,10 @@ def test_checkpoint_of_scanned_layers_changes_nothing(policy, stand_in):
 
 def test_states_are_saved_by_name_and_only_for_a_gradient(stand_in):
     f, x = partial(loss, "q_delta"), inputs_of("q_delta")
-    assert "delta_rule_states" in str(jax.make_jaxpr(jax.grad(f))(x))
-    assert "delta_rule_states" not in str(jax.make_jaxpr(f)(x))
+    # What the gradient kernels take, and what the XLA form does, which is the stand-in's.
+    name = "delta_rule_saved" if ON_GPU else "delta_rule_states"
+    assert name in str(jax.make_jaxpr(jax.grad(f))(x))
+    assert name not in str(jax.make_jaxpr(f)(x))
 
 
 def test_dtypes_of_results(stand_in):

@@ -12,6 +12,7 @@ from experiments.report import ROOT, Report, find_stale, main, make_texts
 WHEN = {"date": "2026-01-02", "versions": {"jax": "1.2", "flax": "0.9"}}
 KERNEL = {
     **{"rule": "kda", "shape": "1x64x2", "dtype": "bfloat16", "implementation": "mosaic", "chunk_size": 64},
+    "residuals": "recompute",
     **{"device_ms": 0.25, "floor_ms": 0.125, "call_ms": 0.5, **WHEN},
 }
 RECALL = {
