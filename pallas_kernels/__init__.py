@@ -4,6 +4,7 @@ This package takes and returns arrays and imports jax only, never `qdelta_jax`.
 """
 
 from pallas_kernels.backward import Backward, backward, backward_unsupported
+from pallas_kernels.convolution import convolution, convolution_unsupported
 from pallas_kernels.forward import Forward, batch_axis, forward
 from pallas_kernels.inputs import DTYPES
 from pallas_kernels.inverse import unit_lower_inverse
@@ -17,6 +18,8 @@ __all__ = [
     "backward",
     "backward_unsupported",
     "batch_axis",
+    "convolution",
+    "convolution_unsupported",
     "forward",
     "machine",
     "supports",

@@ -27,7 +27,7 @@ from qdelta_jax.plan import ChunkOptions, grouped_states, make_plan
 from qdelta_jax.refusals import no_derivative, reverse_mode_only
 from qdelta_jax.rules import Rule
 
-__all__ = ["KernelOptions", "kernel_options", "kernel_settings", "mosaic", "mosaic_plain", "unsupported"]
+__all__ = ["KernelOptions", "interpreted", "kernel_options", "kernel_settings", "mosaic", "mosaic_plain", "unsupported"]
 
 CHUNK = 64
 """Tokens of a chunk: the kernels know no other size."""
@@ -66,6 +66,11 @@ def kernel_settings(*, interpret: Any = None, gradients: str = "kernels", **over
         _settings.reset(token)
 
 
+def interpreted() -> Any:
+    """How the kernels of calls here are interpreted; None on a GPU."""
+    return (_settings.get() or {}).get("interpret")
+
+
 def kernel_options(options: ChunkOptions, dtype: Any) -> KernelOptions:
     accurate = bool(_accurate(options.precision, dtype))
     return KernelOptions(replace(options, chunk_size=CHUNK), accurate, **(_settings.get() or {}))
@@ -88,7 +93,7 @@ def unsupported(
     Raises:
         ValueError: the rule's function returns something else than its coefficients.
     """
-    interpret = (_settings.get() or {}).get("interpret")
+    interpret = interpreted()
     reason = pallas_kernels.machine(q) if interpret is None else None
     if reason is not None:
         return reason

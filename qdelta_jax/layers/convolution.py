@@ -1,5 +1,6 @@
 """Causal depthwise short convolution over packed and padded sequences, with a cache for decoding."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,8 +9,11 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+import pallas_kernels
+from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
+from qdelta_jax.mosaic import interpreted
 from qdelta_jax.segments import segment_masks
 
 __all__ = ["ShortConvolution", "short_convolution"]
@@ -49,12 +53,8 @@ def short_convolution(
         x = jnp.concatenate([before, x], axis=1)
         return _taps(x, kernel, length), x[:, length:].astype(before.dtype if cache is None else cache.dtype)
 
-    valid, reset = segment_masks(segment_ids)
-    x = jnp.where(valid[:, :, None], x, 0)
-    order = jnp.argsort(~valid, axis=1, stable=True)  # the real tokens first, in their order
-    inverse = jnp.argsort(order, axis=1)
-    x = jnp.concatenate([before, permute(x, order, inverse)], axis=1)
-    runs = jnp.cumsum(jnp.take_along_axis(reset, order, axis=1), axis=1, dtype=jnp.int32)
+    x, valid, order, inverse, runs = _real_first(x, segment_ids)
+    x = jnp.concatenate([before, x], axis=1)
     runs = jnp.pad(runs, ((0, 0), (width - 1, 0)))
     y = permute(_taps(x, kernel, length, runs), inverse, order)
 
@@ -63,6 +63,26 @@ def short_convolution(
     own = jnp.take_along_axis(runs, index, axis=1) == runs[:, -1:]
     after = jnp.where(own[:, :, None], jnp.take_along_axis(x, index[:, :, None], axis=1), 0)
     return jnp.where(valid[:, :, None], y, 0), after.astype(x.dtype if cache is None else cache.dtype)
+
+
+def _real_first(x: Array, segment_ids: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """x with its real tokens first, in their order, and zeros behind them; which are real; the order and its inverse;
+    and in that order the number of each token's segment."""
+    valid, reset = segment_masks(segment_ids)
+    x = jnp.where(valid[:, :, None], x, 0)
+    order = jnp.argsort(~valid, axis=1, stable=True)
+    inverse = jnp.argsort(order, axis=1)
+    runs = jnp.cumsum(jnp.take_along_axis(reset, order, axis=1), axis=1, dtype=jnp.int32)
+    return permute(x, order, inverse), valid, order, inverse, runs
+
+
+def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, silu: bool, dtype: Any) -> Array:
+    """silu(short_convolution(x, kernel)) in one pass over memory."""
+    run = partial(pallas_kernels.convolution, silu=silu, dtype=jnp.dtype(dtype), interpret=interpreted())
+    if segment_ids is None:
+        return run(x, kernel, None)
+    x, valid, order, inverse, runs = _real_first(x, segment_ids)
+    return jnp.where(valid[:, :, None], permute(run(x, kernel, runs), inverse, order), 0)
 
 
 def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Array:
@@ -108,12 +128,16 @@ class ShortConvolution(nnx.Module):
         width: W, the number of taps.
         activation: "silu" or None.
         use_bias: adds `bias` [C], zero at first.
+        implementation: "xla"; "mosaic", one GPU kernel for the convolution with its activation, and one for the
+            gradient (no bias, a multiple of 128 channels); or None, "mosaic" where that can run. With a cache it is
+            always "xla".
         kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
         dtype: of the result; None for the input's.
         param_dtype: of the parameters.
         rngs: the stream `params` is used.
     Raises:
-        ValueError: width below 1 or an unknown activation.
+        ValueError: width below 1, an unknown activation or implementation.
+        NotImplementedError: at the call: "mosaic" cannot run; the message says why.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
@@ -125,6 +149,7 @@ class ShortConvolution(nnx.Module):
         *,
         activation: str | None = "silu",
         use_bias: bool = False,
+        implementation: str | None = "xla",
         kernel_init: Initializer | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -134,7 +159,9 @@ class ShortConvolution(nnx.Module):
             raise ValueError(f"width: got {width}, want at least 1")
         if activation not in ("silu", None):
             raise ValueError(f"activation: got {activation!r}, want 'silu' or None")
+        check_conv_implementation(implementation, "implementation")
         self.channels, self.width, self.activation, self.dtype = channels, width, activation, dtype
+        self.implementation = implementation
         # fan_in of a [W, C] kernel is W: +-sqrt(3 * (1/3) / W).
         kernel_init = kernel_init or nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = partitioned(kernel_init, (None, "heads"))
@@ -147,6 +174,20 @@ class ShortConvolution(nnx.Module):
         dtype = dtype or self.dtype or self.kernel.get_value().dtype
         return jnp.zeros((batch_size, self.width - 1, self.channels), dtype)
 
+    def _kernel_runs(self, x: Array) -> bool:
+        """
+        Raises:
+            NotImplementedError: it is asked for and cannot.
+        """
+        if self.implementation == "xla":
+            return False
+        reason = "there is a bias" if self.bias is not None else None
+        reason = reason or pallas_kernels.convolution_unsupported(x, self.kernel.get_value())
+        reason = reason or (pallas_kernels.machine(x) if interpreted() is None else None)
+        if reason is not None and self.implementation == "mosaic":
+            raise NotImplementedError(f"implementation='mosaic' of a short convolution cannot run: {reason}")
+        return reason is None
+
     def __call__(
         self,
         x: Float[Array, "b t c"],
@@ -155,6 +196,9 @@ class ShortConvolution(nnx.Module):
         cache: Float[Array, "b n c"] | None = None,
     ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"] | None]:
         """y [B, T, C] and the new cache, None without one. Arguments as in `short_convolution`."""
+        if cache is None and self._kernel_runs(x):
+            options = self.activation == "silu", self.dtype or x.dtype
+            return _by_kernel(x, self.kernel.get_value(), segment_ids, *options), None
         y, after = short_convolution(x, self.kernel.get_value(), cache=cache, segment_ids=segment_ids)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)

@@ -12,6 +12,7 @@ from qdelta_jax.checks import check_segment_ids
 __all__ = [
     "check_along",
     "check_cache_batch",
+    "check_conv_implementation",
     "check_conv_width",
     "check_decay_lower_bound",
     "check_hidden",
@@ -88,6 +89,11 @@ def check_number(name: str, value: Any, wanted: str = "a finite number", *, posi
 def check_decay_lower_bound(value: Any) -> None:
     if value is not None and check_number("decay_lower_bound", value, "a number below 0, or None") >= 0:
         raise ValueError(f"decay_lower_bound: got {value!r}, want a number below 0, or None")
+
+
+def check_conv_implementation(value: Any, name: str = "conv_implementation") -> None:
+    if value not in (None, "xla", "mosaic"):
+        raise ValueError(f"{name}: got {value!r}, want None, 'xla' or 'mosaic'")
 
 
 def check_conv_width(value: Any) -> None:

@@ -16,6 +16,7 @@ from qdelta_jax.layers.gates import Gates, HeadSizes
 from qdelta_jax.layers.inputs import (
     check_along,
     check_cache_batch,
+    check_conv_implementation,
     check_conv_width,
     check_decay_lower_bound,
     check_hidden,
@@ -38,6 +39,7 @@ class MixerConfig:
     heads, value_heads: of q and k, and of v (a multiple; equal by default).
     key_dim, value_dim: per head.
     conv_width: taps of the short convolutions of q, k and v; 0 for none.
+    conv_implementation: "xla", "mosaic" (a GPU kernel) or None, as in `ShortConvolution`.
     allow_negative_eigenvalues: doubles the gates that the rule marks so.
     decay_lower_bound: b < 0 replaces a "mamba" decay by b * sigmoid(exp(A_log) (x + dt_bias)).
     norm_eps, normalize_eps: of the output norm, and of the L2 norm of q and k.
@@ -53,6 +55,7 @@ class MixerConfig:
     key_dim: int
     value_dim: int
     conv_width: int = 4
+    conv_implementation: str | None = "xla"
     allow_negative_eigenvalues: bool = False
     decay_lower_bound: float | None = None
     norm_eps: float = 1e-6
@@ -72,6 +75,7 @@ class MixerConfig:
         if self.value_heads is not None:
             check_count("value_heads", self.value_heads)
         check_conv_width(self.conv_width)
+        check_conv_implementation(self.conv_implementation)
         check_number("norm_eps", self.norm_eps, positive=True)
         check_decay_lower_bound(self.decay_lower_bound)
         if self.sizes.value_heads < 1 or self.sizes.value_heads % self.heads:
@@ -154,7 +158,13 @@ class Mixer(nnx.Module):
         self.q_proj, self.k_proj, self.v_proj = (Linear(config.width, n, **dense) for n in widths.values())
         self.convolutions = nnx.Dict(
             {
-                name: ShortConvolution(n, config.conv_width, kernel_init=conv_init, **types)
+                name: ShortConvolution(
+                    n,
+                    config.conv_width,
+                    implementation=config.conv_implementation,
+                    kernel_init=conv_init,
+                    **types,
+                )
                 for name, n in widths.items()
                 if config.conv_width
             }

@@ -7,7 +7,7 @@ from typing import Any
 from qdelta_jax.checks import check_count
 from qdelta_jax.delta_rule import resolve_implementation
 from qdelta_jax.layers.attention import AttentionConfig
-from qdelta_jax.layers.inputs import check_conv_width, check_decay_lower_bound, check_number
+from qdelta_jax.layers.inputs import check_conv_implementation, check_conv_width, check_decay_lower_bound, check_number
 from qdelta_jax.layers.mixer import MixerConfig
 from qdelta_jax.rules import get_rule
 
@@ -38,8 +38,8 @@ class ModelConfig:
     pattern: the repeating cell, of "rule" (a delta rule), "attention" (all of the segment) and "window".
     rule: a name in `qdelta_jax.RULES` (a rule of your own is one entry more in that dict).
     heads, value_heads, key_dim, value_dim: of the rule's memory; value_heads is `heads` by default.
-    conv_width, allow_negative_eigenvalues, decay_lower_bound, chunk_size, implementation, residuals: as in
-        `MixerConfig`.
+    conv_width, conv_implementation, allow_negative_eigenvalues, decay_lower_bound, chunk_size, implementation,
+        residuals: as in `MixerConfig`.
     output_gate, gate_low_rank, gate_bias: of the rule's output, as in `MixerConfig`.
     attention_heads, kv_heads, attention_dim: of attention; `attention_dim` channels a head, by default
         width / attention_heads.
@@ -67,6 +67,7 @@ class ModelConfig:
     key_dim: int = 64
     value_dim: int = 64
     conv_width: int = 4
+    conv_implementation: str | None = "xla"
     allow_negative_eigenvalues: bool = False
     decay_lower_bound: float | None = None
     chunk_size: int = 64
@@ -96,6 +97,7 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_conv_width(self.conv_width)
+        check_conv_implementation(self.conv_implementation)
         for name in ("rope_theta", "norm_eps"):
             check_number(name, getattr(self, name), positive=True)
         check_decay_lower_bound(self.decay_lower_bound)

@@ -1,0 +1,234 @@
+"""The short convolution with its activation in one pass over memory, and its gradient in one more, on a GPU.
+
+    p_t = sum_j w[W-1-j] x_{t-j}        y_t = p_t sigmoid(p_t), or p_t
+    d_t = dy_t y'(p_t)                  dx_t = sum_j w[W-1-j] d_{t+j}        dw[W-1-j] = sum_t d_t x_{t-j}
+
+with j = 0 .. W-1, over tokens of one segment. A block walks along some tokens of some channels and keeps what the next
+ones need in registers: XLA reads each input once for each tap, and the gradient's intermediates from memory.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.inputs import DTYPES
+from pallas_kernels.mesh import without_axes
+
+TOKENS = 64
+"""Of a block; the gradient computes W - 1 more, which belong to the next."""
+
+TOGETHER = 4
+"""Tokens that are loaded before the first of them is needed."""
+
+THREADS = 128
+"""Of a warpgroup, which is a block: each has 4, 2 or 1 channels, next to each other."""
+
+
+def convolution_unsupported(x: Any, kernel: Any) -> str | None:
+    """Why `convolution` cannot take such arrays, whatever the machine; None if it can."""
+    if jnp.dtype(x.dtype) not in DTYPES or jnp.dtype(kernel.dtype) not in DTYPES:
+        return f"x has dtype {x.dtype} and the kernel {kernel.dtype}; want bfloat16, float16 or float32"
+    if not 1 <= kernel.shape[0] <= TOGETHER + 1:
+        return f"the kernel has {kernel.shape[0]} taps, want 1 to {TOGETHER + 1}"
+    if x.shape[2] % THREADS:
+        return f"x has {x.shape[2]} channels, want a multiple of {THREADS}"
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def convolution(
+    x: Array, kernel: Array, runs: Array | None, silu: bool = True, dtype: Any = None, interpret: Any = None
+) -> Array:
+    """y_t = silu(sum_j kernel[W-1-j] x_{t-j}), j = 0 .. W-1, over the tokens of t's own run; sums in float32.
+
+    Args:
+        x: [B, T, C]; zeros stand before the first token.
+        kernel: [W, C]; the last row meets the token itself.
+        runs: [B, T] int32, equal for tokens of one segment, which lie together; None: a row is one segment.
+        silu: False: no activation.
+        dtype: of the result; x's by default.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+    Returns:
+        y [B, T, C].
+    Raises:
+        NotImplementedError: such arrays cannot be taken.
+
+    Source: arXiv 2312.00752, the convolution before the recurrence.
+    """
+    return _run(x, kernel, runs, silu, dtype, interpret)
+
+
+def _run(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
+    reason = convolution_unsupported(x, kernel)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    out = jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+    body = partial(_forward_block, silu=silu, segmented=runs is not None)
+    return without_axes(lambda *a: _call(body, out, x, interpret, *a), x, kernel, *_given(runs))
+
+
+def _forward(
+    x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return _run(x, kernel, runs, silu, dtype, interpret), (x, kernel, runs)
+
+
+def _backward(
+    silu: bool, dtype: Any, interpret: Any, saved: tuple[Array, Array, Array | None], d_y: Array
+) -> tuple[Array, Array, None]:
+    x, kernel, runs = saved
+    batch, length, channels = x.shape
+    parts = jax.ShapeDtypeStruct((batch, pl.cdiv(length, TOKENS), kernel.shape[0], channels), jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype), parts
+    body = partial(_backward_block, silu=silu, segmented=runs is not None)
+    d_x, d_kernel = without_axes(lambda *a: _call(body, out, x, interpret, *a), x, kernel, *_given(runs), d_y)
+    return d_x, jnp.sum(d_kernel, axis=(0, 1)).astype(kernel.dtype), None
+
+
+convolution.defvjp(_forward, _backward)
+
+
+def _given(runs: Array | None) -> tuple[Array, ...]:
+    return () if runs is None else (runs,)
+
+
+def _call(body: Any, out: Any, x: Array, interpret: Any, *arguments: Array) -> Any:
+    batch, length, channels = x.shape
+    each = next(n for n in (4, 2, 1) if channels % (n * THREADS) == 0)
+    pieces, parts = channels // (each * THREADS), pl.cdiv(length, TOKENS)
+    made = plgpu.kernel(
+        lambda *refs: body(_Block(length, each, pieces, parts), *refs),
+        out_type=jax.tree.leaves(out),
+        grid=(batch * parts * pieces,),
+        grid_names=("task",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=x.dtype != jnp.float32,
+            unsafe_no_auto_barriers=True,  # no thread reads what another has written
+        ),
+        interpret=interpret,
+    )(*arguments)
+    return jax.tree.unflatten(jax.tree.structure(out), made)
+
+
+class _Block:
+    """Some channels of a row, and what one token after the other has there."""
+
+    def __init__(self, length: int, each: int, pieces: int, parts: int) -> None:
+        task = lax.axis_index("task")
+        rest, piece = lax.div(task, pieces), lax.rem(task, pieces)
+        self.batch, self.part = lax.div(rest, parts), lax.rem(rest, parts)
+        self.length, self.first, self.width = length, self.part * TOKENS, each * THREADS
+        self.channels = pl.ds(piece * self.width, self.width)
+        self.layout = plgpu.Layout.WG_STRIDED((self.width,), each)
+
+    def zeros(self) -> Array:
+        return plgpu.layout_cast(jnp.zeros((self.width,), jnp.float32), self.layout)
+
+    def place(self, token: Any) -> Any:
+        """A token of the row."""
+        return jnp.clip(token, 0, self.length - 1)
+
+    def load(self, ref: Any, token: Any) -> Array:
+        """[width] float32; 0 before the row and behind it."""
+        x = plgpu.load(ref.at[self.batch, self.place(token), self.channels], layout=self.layout, optimized=False)
+        return jnp.where((token >= 0) & (token < self.length), x.astype(jnp.float32), 0.0)
+
+    def store(self, ref: Any, token: Any, x: Array) -> None:
+        @pl.when((token >= self.first) & (token < jnp.minimum(self.first + TOKENS, self.length)))
+        def _() -> None:
+            ref.at[self.batch, self.place(token), self.channels][...] = x.astype(ref.dtype)
+
+    def taps(self, ref: Any) -> list[Array]:
+        refs = [ref.at[tap, self.channels] for tap in range(ref.shape[0])]
+        return [plgpu.load(x, layout=self.layout, optimized=False).astype(jnp.float32) for x in refs]
+
+    def run(self, ref: Any, token: Any) -> Any:
+        """The number of a token's run; outside of the row the nearest token's, where all else is 0."""
+        return ref[self.batch, self.place(token)]
+
+
+def _summed(taps: list[Array], rows: list[Array], same: list[Any]) -> Array:
+    """sum_i taps[i] rows[i], where the same run says so."""
+    terms = [tap * _kept(row, alike) for tap, row, alike in zip(taps, rows, same, strict=True)]
+    return sum(terms[1:], terms[0])
+
+
+def _kept(x: Array, alike: Any) -> Array:
+    return x if alike is True else jnp.where(alike, x, 0.0)
+
+
+def _sigmoid(x: Array) -> Array:
+    """A division takes a dozen instructions."""
+    root = lax.rsqrt(1 + jnp.exp(-x))
+    return root * root
+
+
+def _alike(runs: list[Any], one: int, others: range) -> list[Any]:
+    return [True if not runs else runs[one] == runs[other] for other in others]
+
+
+def _forward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, segmented: bool) -> None:
+    *runs, out = rest
+    taps = block.taps(kernel)
+    before = len(taps) - 1
+
+    def step(number: Any, carry: tuple[list[Array], list[Any]]) -> tuple[list[Array], list[Any]]:
+        start = block.first + number * TOGETHER
+        rows = [*carry[0], *(block.load(x, start + i) for i in range(TOGETHER))]
+        marks = [*carry[1], *(block.run(runs[0], start + i) for i in range(TOGETHER) if segmented)]
+        for i in range(TOGETHER):
+            near = range(i, i + before + 1)
+            p = _summed(taps, [rows[n] for n in near], _alike(marks, i + before, near))
+            block.store(out, start + i, p * _sigmoid(p) if silu else p)
+        return rows[TOGETHER:], marks[TOGETHER:]
+
+    tokens = range(-before, 0)
+    rows = [block.load(x, block.first + i) for i in tokens]
+    marks = [block.run(runs[0], block.first + i) for i in tokens if segmented]
+    lax.fori_loop(0, TOKENS // TOGETHER, step, (rows, marks))
+
+
+def _backward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, segmented: bool) -> None:
+    *runs, d_y, d_x, d_kernel = rest
+    taps = block.taps(kernel)
+    before = len(taps) - 1
+
+    def step(number: Any, carry: tuple[list[Array], ...]) -> tuple[list[Array], ...]:
+        start = block.first + number * TOGETHER
+        rows, later, marks, sums = carry
+        rows = [*rows, *(block.load(x, start + i) for i in range(TOGETHER))]
+        grads = [block.load(d_y, start + i) for i in range(TOGETHER)]
+        marks = [*marks, *(block.run(runs[0], start + i) for i in range(TOGETHER) if segmented)]
+        later, sums = list(later), list(sums)
+        for i in range(TOGETHER):
+            near = range(i, i + before + 1)
+            alike = _alike(marks, i + before, near)
+            d = grads[i]
+            if silu:
+                p = _summed(taps, [rows[n] for n in near], alike)
+                s = _sigmoid(p)
+                d = d * s * (1 + p * (1 - s))
+            later.append(d)
+            # What is behind the block is the next one's.
+            mine = jnp.where(start + i < block.first + TOKENS, d, 0.0)
+            for tap, n in enumerate(near):
+                sums[tap] = sums[tap] + mine * _kept(rows[n], alike[tap])
+            # All that the first of these tokens has reached is known.
+            back = _summed(taps[::-1], later[i : i + before + 1], _alike(marks, i, near))
+            block.store(d_x, start + i - before, back)
+        return rows[TOGETHER:], later[TOGETHER:], marks[TOGETHER:], sums
+
+    tokens = range(-before, 0)
+    rows = [block.load(x, block.first + i) for i in tokens]
+    marks = [block.run(runs[0], block.first + i) for i in tokens if segmented]
+    zero = block.zeros()
+    steps = pl.cdiv(TOKENS + before, TOGETHER)
+    *_, sums = lax.fori_loop(0, steps, step, (rows, [zero] * before, marks, [zero] * len(taps)))
+    for tap, made in enumerate(sums):
+        d_kernel.at[block.batch, block.part, tap, block.channels][...] = made

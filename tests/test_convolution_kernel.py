@@ -1,0 +1,157 @@
+"""The kernels of the short convolution against the definition in float64, and in a layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kernels import INTERPRET, ON_GPU, any_machine, run_kernels
+from tolerances import FLOAT32, FLOAT64, KERNEL, assert_close, relative_error
+
+import pallas_kernels
+from qdelta_jax.layers.convolution import ShortConvolution, short_convolution
+from qdelta_jax.layers.mixer import Mixer, MixerConfig
+
+SHAPES = [(2, 130, 128, 4), (1, 67, 256, 2), (1, 5, 128, 5), (1, 70, 512, 1)]
+"""B, T, C, W: blocks that are not full, 1, 2 and 4 channels for each thread."""
+if ON_GPU:
+    SHAPES += [(3, 2000, 1536, 4), (1, 4096, 2048, 3)]
+
+
+def draw(shape, dtype=jnp.float32):
+    batch, length, channels, width = shape
+    rng = np.random.default_rng(length)
+    x, d_y = (jnp.asarray(rng.normal(size=(batch, length, channels)), dtype) for _ in range(2))
+    return x, jnp.asarray(rng.normal(size=(width, channels)), jnp.float32), d_y, rng
+
+
+def reference(x, kernel, ids, d_y, activation):
+    """The value and both gradients in float64, of the definition that test_convolution.py tests."""
+
+    def f(x, kernel):
+        y = short_convolution(x, kernel, segment_ids=ids)[0]
+        return jax.nn.silu(y) if activation else y
+
+    with jax.enable_x64(True):
+        x, kernel, d_y = (jnp.asarray(np.asarray(a.astype(jnp.float32)), jnp.float64) for a in (x, kernel, d_y))
+        y, pull_back = jax.vjp(jax.jit(f), x, kernel)
+        return y, *pull_back(d_y)
+
+
+def errors(layer, x, ids, d_y):
+    kernel = layer.kernel.get_value()
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def run(x, kernel, d_y):
+        def f(x, kernel):
+            made = nnx.merge(graph, jax.tree.map(lambda _: kernel, state))  # its only parameter
+            return made(x, segment_ids=ids)[0]
+
+        y, pull_back = jax.vjp(f, x, kernel)
+        return y, *pull_back(d_y)
+
+    with run_kernels():
+        got = run(x, kernel, d_y)
+    want = reference(x, kernel, ids, d_y, layer.activation)
+    return [relative_error(a.astype(jnp.float32), b) for a, b in zip(got, want, strict=True)], got
+
+
+def layer_of(kernel, activation="silu", **options):
+    layer = ShortConvolution(
+        kernel.shape[1], kernel.shape[0], activation=activation, implementation="mosaic", rngs=nnx.Rngs(0), **options
+    )
+    layer.kernel.set_value(kernel)
+    return layer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_value_and_gradients(shape, activation):
+    x, kernel, d_y, _ = draw(shape)
+    found, _ = errors(layer_of(kernel, activation), x, None, d_y)
+    assert max(found) <= FLOAT32, found
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_segments_and_padding(shape):
+    """Short segments, padding anywhere with NaN in it."""
+    x, kernel, d_y, rng = draw(shape)
+    ids = jnp.asarray(np.repeat(rng.integers(0, 3, (shape[0], shape[1] // 3 + 1)), 3, axis=1)[:, : shape[1]])
+    x = jnp.where(ids[:, :, None] == 0, jnp.nan, x)
+    found, (y, d_x, _) = errors(layer_of(kernel), x, ids, d_y)
+    assert max(found) <= FLOAT32, found
+    assert np.all(np.asarray(y)[np.asarray(ids) == 0] == 0)
+    assert np.all(np.asarray(d_x)[np.asarray(ids) == 0] == 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_inputs(dtype):
+    """Sums are in float32, the kernel's gradient among them."""
+    x, kernel, d_y, _ = draw(SHAPES[0], dtype)
+    found, (y, d_x, _) = errors(layer_of(kernel), x, None, d_y)
+    assert y.dtype == d_x.dtype == dtype
+    assert max(found[:2]) <= KERNEL[jnp.dtype(dtype).name], found
+    assert found[2] <= FLOAT32, found
+
+
+def test_extreme_inputs():
+    """silu of +-1e4 and its derivative, where exponentials over- and underflow."""
+    x, kernel, d_y, _ = draw((1, 64, 128, 1))
+    x = jnp.sign(x) * 1e4
+    found, got = errors(layer_of(jnp.ones_like(kernel)), x, None, d_y)
+    assert all(bool(jnp.all(jnp.isfinite(a))) for a in got)
+    assert max(found) <= FLOAT32, found
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_lowers_for_cuda_and_under_vmap(segmented):
+    x = jax.ShapeDtypeStruct((2, 8, 4096, 2048), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((4, 2048), jnp.float32)
+    runs = jax.ShapeDtypeStruct((8, 4096), jnp.int32)
+
+    def gradient(x, kernel, runs):
+        f = lambda x, kernel: pallas_kernels.convolution(x, kernel, runs if segmented else None)  # noqa: E731
+        return jax.vjp(f, x, kernel)[1](x)
+
+    made = jax.jit(jax.vmap(gradient, in_axes=(0, None, None))).trace(x, kernel, runs)
+    assert made.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 1
+
+
+def test_vmap_is_a_loop():
+    x, kernel, _, _ = draw((2, 20, 128, 3))
+    f = lambda x: pallas_kernels.convolution(x[None], kernel, None, interpret=INTERPRET)[0]  # noqa: E731
+    assert_close(jax.vmap(f)(x), jnp.stack([f(x[0]), f(x[1])]), 0.0 if not ON_GPU else FLOAT64)
+
+
+def test_a_mixer_with_it_is_the_mixer():
+    def build(conv_implementation):
+        options = {"rule": "linear_attention", "heads": 2, "key_dim": 64, "value_dim": 64, "implementation": "xla"}
+        config = MixerConfig(width=16, conv_implementation=conv_implementation, **options)
+        return Mixer(config, rngs=nnx.Rngs(0))
+
+    x = jax.random.normal(jax.random.key(0), (1, 20, 16))
+    want = build("xla")(x)[0]
+    with run_kernels():
+        for implementation in ("mosaic", None):
+            assert_close(nnx.jit(build(implementation))(x)[0], want, FLOAT32)
+
+
+def test_what_it_cannot_do():
+    x, kernel, _, _ = draw((1, 9, 96, 4))
+    layer = layer_of(kernel)
+    with any_machine(), pytest.raises(NotImplementedError, match="x has 96 channels, want a multiple of 128"):
+        layer(x)
+    assert layer(x[:, :1], cache=layer.init_cache(1))[0].shape == (1, 1, 96)
+    x, kernel, _, _ = draw((1, 9, 128, 6))
+    with any_machine(), pytest.raises(NotImplementedError, match="6 taps, want 1 to 5"):
+        layer_of(kernel)(x)
+    with any_machine(), pytest.raises(NotImplementedError, match="there is a bias"):
+        layer_of(kernel, use_bias=True)(x)
+    if not ON_GPU:
+        with pytest.raises(NotImplementedError, match="cannot run: the kernels are for Hopper GPUs"):
+            layer_of(draw((1, 9, 128, 4))[1])(x)
+    with pytest.raises(ValueError, match="implementation: got 'cuda', want None, 'xla' or 'mosaic'"):
+        ShortConvolution(128, implementation="cuda", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="conv_implementation: got 'cuda'"):
+        MixerConfig(width=8, heads=1, key_dim=8, value_dim=8, conv_implementation="cuda")
