@@ -51,7 +51,10 @@ from qdelta_jax.training.data import Batch
 from qdelta_jax.training.optimizer import make_optimizer
 from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 
-KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps")
+KEY = (
+    *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps"),
+    *("conv_implementation", "unroll"),
+)
 """What tells one cell from another; a later measurement of the same replaces it."""
 
 
@@ -59,7 +62,8 @@ KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packe
 class Bench:
     """models: rules, and "transformer". sizes: in training_models.py. lengths: of a row. tokens: of a batch. sides:
     "ours" and "peer". remat: policies of `ModelConfig`, in this order until one fits (the peer: only "none" and
-    "full"). family: of the preset, for all models. implementation: of the rules. packed: give the model segment ids
+    "full"). family: of the preset, for all models. implementation, conv_implementation: of the rules and of their
+    convolutions. unroll: as in `ModelConfig`. packed: give the model segment ids
     (a single segment), as training on packed text does. steps: that are timed. minutes: no cell is begun after that;
     the same command goes on with what is left. peak: of the device in FLOP/s. again: measure what is stored, too. out:
     a folder."""
@@ -72,6 +76,8 @@ class Bench:
     remat: tuple[str, ...] = ("none", "dots", "delta_rule_states", "full")
     family: str | None = None
     implementation: str | None = None
+    conv_implementation: str | None = "xla"
+    unroll: int = 1
     packed: bool = False
     steps: int = 8
     minutes: float = 8.0
@@ -170,6 +176,8 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         "packed": bench.packed and side == "ours",
         "steps": bench.steps,
         "implementation": None if side == "peer" or model == TRANSFORMER else bench.implementation,
+        "conv_implementation": None if side == "peer" or model == TRANSFORMER else bench.conv_implementation,
+        "unroll": None if side == "peer" else bench.unroll,
         "date": time.strftime("%Y-%m-%d"),
         "versions": bench_training_peer.versions() if side == "peer" else jax_versions(),
     }
@@ -192,7 +200,9 @@ def measure(cell: dict[str, Any], begin: str | None, bench: Bench) -> dict[str, 
     policies = cell["policies"]
     for policy in policies[policies.index(begin) if begin else 0 :]:
         try:
-            changed = replace(config, remat=policy, implementation=cell["implementation"])
+            changes = {name: cell[name] for name in ("implementation", "conv_implementation", "unroll")}
+            changed = config if cell["side"] == "fla" else replace(config, **changes)
+            changed = replace(changed, remat=policy)
             numbers = attempt(changed, cell, bench.steps)
         except Exception as error:  # One cell fails, the others go on.
             failure, large = describe(error), is_out_of_memory(error)

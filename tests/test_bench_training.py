@@ -260,7 +260,15 @@ def test_the_peer_has_our_sizes(size):
 
 CELL = {
     **{"model": "kda", "side": "qdelta_jax", "size": "340m", "family": "gated_delta_net2", "length": 2048},
-    **{"tokens": 65536, "packed": False, "implementation": None, "remat": "dots", "too_large": ["none"]},
+    **{
+        "tokens": 65536,
+        "packed": False,
+        "implementation": None,
+        "conv_implementation": None,
+        "unroll": 1,
+        "remat": "dots",
+        "too_large": ["none"],
+    },
     **{"tokens_per_s": 123456.0, "utilisation": 0.45, "step_ms": 530.0, "memory_bytes": 3 * 2**30, "parameters": 9},
 }
 STORED = {

@@ -190,8 +190,8 @@ def plain_gradient():
     return loss_and_gradient("none")
 
 
-def loss_and_gradient(remat):
-    model = build(layers=2, remat=remat)
+def loss_and_gradient(remat, **changes):
+    model = build(layers=2, remat=remat, **changes)
 
     def loss(model):
         return jnp.sum(jnp.sin(model(draw((1, 40)))))
@@ -202,6 +202,12 @@ def loss_and_gradient(remat):
 @pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
 def test_remat_changes_nothing(remat, plain_gradient):
     assert_close(loss_and_gradient(remat), plain_gradient, FLOAT32)
+
+
+@pytest.mark.parametrize(("remat", "unroll"), [("none", 2), ("dots", 9)])
+def test_without_a_scan_it_is_the_same(remat, unroll, plain_gradient):
+    """Two layers, all of them in one turn."""
+    assert_close(loss_and_gradient(remat, unroll=unroll), plain_gradient, FLOAT32)
 
 
 def test_remat_saves_memory():

@@ -21,7 +21,7 @@ REMAT = ("none", "full", "dots", "delta_rule_states")
 
 COUNTS = (
     *("vocab_size", "width", "layers", "mlp_hidden", "heads", "key_dim", "value_dim"),
-    *("chunk_size", "attention_heads", "window"),
+    *("chunk_size", "attention_heads", "window", "unroll"),
 )
 """Fields that are integers of at least 1."""
 
@@ -50,6 +50,8 @@ class ModelConfig:
     norm_eps: of every RMSNorm.
     dtype, param_dtype: of the computation and of the parameters.
     remat: what is kept for the gradient, one of `REMAT`.
+    unroll: how many patterns one turn of the scan over layers takes. As many as there are: no scan, and nothing is
+        copied into and out of stacked arrays, but the program and the time to compile it grow with depth.
 
     >>> config = ModelConfig(vocab_size=256, width=32, layers=2, mlp_hidden=64, key_dim=16, value_dim=16)
     >>> ModelConfig.from_dict(config.to_dict()) == config
@@ -89,6 +91,7 @@ class ModelConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: str = "none"
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         for name in COUNTS:

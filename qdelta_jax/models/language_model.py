@@ -173,7 +173,7 @@ class LanguageModel(nnx.Module):
         if self.cells is not None:
             graph, parameters = nnx.split(self.cells)
             body = self._remat(partial(_run, graph, segment_ids, positions))
-            x, cells = lax.scan(body, x, (parameters, cells))
+            x, cells = lax.scan(body, x, (parameters, cells), unroll=min(self.config.unroll, self.config.cells))
         if self.rest is not None:
             graph, parameters = nnx.split(self.rest)
             x, rest = self._remat(partial(_run, graph, segment_ids, positions))(x, (parameters, rest))
@@ -203,8 +203,9 @@ class LanguageModel(nnx.Module):
     def _remat(self, body: Any) -> Any:
         if self.config.remat == "none":
             return body
-        # The scan keeps iterations apart by itself; the remainder runs once. Neither needs CSE prevented.
-        return jax.checkpoint(body, policy=POLICIES[self.config.remat], prevent_cse=False)
+        # A scan keeps its turns apart by itself, and the remainder runs once: what is computed again needs no guard.
+        policy, alone = POLICIES[self.config.remat], self.config.unroll == 1
+        return jax.checkpoint(body, policy=policy, prevent_cse=not alone)
 
 
 def _stacked(config: ModelConfig, rngs: nnx.Rngs) -> Cell:
