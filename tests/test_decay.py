@@ -92,7 +92,7 @@ def test_no_decay_is_the_rule_without_one(name, x64):
     assert_close(got, want, FLOAT64)
 
 
-@pytest.mark.parametrize("name", DECAYING)
+@pytest.mark.parametrize("name", ["mamba2", "gated_delta_net", "q_delta2"])
 def test_after_a_full_reset_the_past_is_gone(name, x64):
     """log_decay = -inf at one token is what a new segment is, to the last bit of what it can matter."""
     inputs, cotangents = make_inputs(name), make_cotangents()

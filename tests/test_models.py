@@ -15,7 +15,7 @@ from qdelta_jax.layers.partitioning import shardings
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.models.config import REMAT
 
-PATTERNS = [("rule",), ("attention",), ("rule", "window")]
+PATTERNS = [("attention",), ("rule", "window")]
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
 VOCAB = 80
 
@@ -204,10 +204,9 @@ def test_remat_changes_nothing(remat, plain_gradient):
     assert_close(loss_and_gradient(remat), plain_gradient, FLOAT32)
 
 
-@pytest.mark.parametrize(("remat", "unroll"), [("none", 2), ("dots", 9)])
-def test_without_a_scan_it_is_the_same(remat, unroll, plain_gradient):
+def test_without_a_scan_it_is_the_same(plain_gradient):
     """Two layers, all of them in one turn."""
-    assert_close(loss_and_gradient(remat, unroll=unroll), plain_gradient, FLOAT32)
+    assert_close(loss_and_gradient("dots", unroll=9), plain_gradient, FLOAT32)
 
 
 def test_remat_saves_memory():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHUNK, SMALL, conformance, every_rule, every_structure, make_cotangents, make_inputs
+from cases import CHUNK, SMALL, conformance, every_core_rule, every_structure, make_cotangents, make_inputs
 from reference import loop, solve
 from tolerances import FLOAT64, assert_close, assert_same_numbers
 
@@ -155,7 +155,7 @@ def test_left_padding_moves_nothing(name, implementation, x64):
             np.testing.assert_allclose(got[n][row], got[n][0], rtol=0, atol=1e-10, err_msg=n)
 
 
-@every_rule
+@every_core_rule
 def test_no_ids_means_one_segment(name, x64):
     inputs, cotangents = make_inputs(name), make_cotangents()
     got = solve(name, "xla", inputs, cotangents, None)
