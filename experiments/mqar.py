@@ -14,13 +14,14 @@ examples is picked, and seeds 1, 2 .. at that rate are tested on others. Trainin
 cosine) on the mean loss of the queries; a seed draws initial parameters and the order of the examples, and the same
 seed gives the same numbers on the same machine.
 
-Budget. Runs of a setting, width and model: rates + seeds = 5 (toy), 7 (full).
+Budget. Runs of a setting, width and model: rates + seeds = 5 (toy), 6 (full).
     toy     2 cores: 1 setting x 2 widths x 6 models = 60 runs of 0.77M tokens (1,500 steps), 4 to 12 s each
-    full    one H200: 4 settings x 4 widths x 15 models = 1,680 runs of 100M tokens (6,100 steps), four at once. A run
-            may take 10 minutes and is expected to take 10 to 20 s (widths 64, 128), 30 s (256), 90 s (512)
+    full    one H200: 4 settings x 4 widths x 15 models = 1,440 runs of 50M tokens (3,050 steps), three at once. A run
+            may take 10 minutes; at a width of 64 three at once took some 30 s, beside other work. Expected: 30 s (64,
+            128), 60 s (256), 180 s (512), and 30 to 60 s for a model to compile
 Cells come in this order, all models of a setting and width before the next: settings (256, 16), (512, 64), (128, 8),
-(64, 4), in each the widths 128, 64, 256, 512. Expected for a setting, compilation included: 40 minutes at a width of
-128, 30 at 64, 60 at 256, 160 at 512. With less time, the first setting and `--widths 128 64 256` are what to run.
+(64, 4), in each the widths 64, 128, 256, 512. Expected for a setting, compilation included: 25 minutes at widths of 64
+and 128, 40 at 256, 100 at 512. With less time, the first setting and `--widths 64 128` are what to run.
 
 Results go to experiments/results/mqar_DEVICE.json after each cell; what is stored there with the same options and
 package versions isn't trained again. `python -m experiments.plot_mqar FILE` makes a table and a plot of it.
@@ -98,18 +99,18 @@ GRIDS = {
     ),
     "full": Grid(
         models=(CONVOLVED, TRANSFORMER, *qd.RULES, *HYBRIDS),
-        widths=(128, 64, 256, 512),
+        widths=(64, 128, 256, 512),
         settings=((256, 16), (512, 64), (128, 8), (64, 4)),
-        rates=(1e-4, 4.6e-4, 2.2e-3, 1e-2),
+        rates=(4.6e-4, 2.2e-3, 1e-2),
         seeds=3,
         vocab=8192,
         examples=100_000,
         held_out=3000,
-        tokens=100_000_000,
+        tokens=50_000_000,
         batch_tokens=16384,
         dtype="float32",
         implementation="xla",
-        together=4,
+        together=3,
         minutes=25.0,
         run_minutes=10.0,
     ),
