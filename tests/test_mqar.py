@@ -145,7 +145,7 @@ def test_grids():
     assert set(full.models) >= {*RULES, TRANSFORMER, "q_delta+window"}
     assert set(full.settings) == {(64, 4), (128, 8), (256, 16), (512, 64)}
     assert (full.vocab, full.examples, full.held_out, full.seeds) == (8192, 100_000, 3000, 3)
-    assert full.rates[0] == 1e-4
+    assert full.rates[0] == 4.6e-4
     assert full.rates[-1] == 1e-2
     assert resolve(Mqar()) == GRIDS["toy"]
 
