@@ -32,12 +32,21 @@ import tyro
 import qdelta_jax as qd
 from experiments.bench import RESULTS
 from experiments.language_models import ABLATIONS, make_cell, make_config
-from experiments.language_training import Plan, Runner, deterministic, plan_of
+from experiments.language_training import Plan, Runner, plan_of
 from experiments.mqar_models import build
 from experiments.outcomes import Cell
 from experiments.plot_language import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import attempt, check_once, check_rates, chosen_grid, complete, finish, run_command
+from experiments.sweeps import (
+    attempt,
+    check_once,
+    check_rates,
+    chosen_grid,
+    complete,
+    deterministic,
+    finish,
+    run_command,
+)
 from experiments.texts import Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig

@@ -1,7 +1,6 @@
 """Training runs of experiments/language_model.py and experiments/niah.py: one program for all rates and seeds."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -117,11 +116,3 @@ class Runner:
             "seconds": round(trained, 2),
             "score_seconds": round(time.perf_counter() - began - trained, 2),
         }
-
-
-def deterministic() -> None:
-    """Sums of a GPU's atomics differ from run to run. To be called before JAX has made its first program."""
-    flag = "--xla_gpu_deterministic_ops=true"
-    given = os.environ.get("XLA_FLAGS", "")
-    if flag not in given:
-        os.environ["XLA_FLAGS"] = f"{given} {flag}".strip()

@@ -41,7 +41,7 @@ from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
 from experiments.mqar_training import PARTS, Plan, Trainer
 from experiments.plot_mqar import rows, table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import attempt, check_once, chosen_grid, complete, finish, versions
+from experiments.sweeps import attempt, check_once, chosen_grid, complete, deterministic, finish, versions
 from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
 
@@ -143,6 +143,7 @@ class Mqar:
 
 def main(options: Mqar) -> dict[str, Any]:
     began = time.perf_counter()
+    deterministic()
     grid = resolve(options)
     device = jax.devices()[0].device_kind
     header = make_header("mqar", device, options.out)

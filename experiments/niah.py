@@ -37,13 +37,22 @@ import tyro
 from experiments.bench import RESULTS
 from experiments.language_model import HYBRIDS, SMALL, TINY
 from experiments.language_models import make_cell, make_config
-from experiments.language_training import Runner, deterministic, plan_of
+from experiments.language_training import Runner, plan_of
 from experiments.mqar_models import CONVOLVED, build
 from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
 from experiments.outcomes import Cell
 from experiments.plot_niah import table
 from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import attempt, check_once, check_rates, chosen_grid, complete, finish, run_command
+from experiments.sweeps import (
+    attempt,
+    check_once,
+    check_rates,
+    chosen_grid,
+    complete,
+    deterministic,
+    finish,
+    run_command,
+)
 from experiments.texts import Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig

@@ -1,6 +1,7 @@
 """A sweep of learning rates, then seeds at the picked one: what the training experiments do for each model."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -20,6 +21,18 @@ SWEEP_SEED = 0
 
 SOURCE = fingerprint([qd, pallas_kernels, experiments], "**/*.py")
 """Of the code that runs, not of what it has become when a run ends."""
+
+
+DETERMINISTIC = {"xla_gpu_deterministic_ops": "true", "xla_gpu_enable_triton_gemm": "false"}
+"""Options of XLA. A GPU's atomics sum in another order in every run, and a compiler that tries its kernels picks
+others. Without trying, its own matrix products have the smallest tiles there are; cuBLAS picks by rule."""
+
+
+def deterministic() -> None:
+    """The same numbers in every run on the same machine. To be called before JAX has made its first program."""
+    given = os.environ.get("XLA_FLAGS", "")
+    added = [f"--{name}={value}" for name, value in DETERMINISTIC.items() if f"--{name}=" not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *added])
 
 
 @cache

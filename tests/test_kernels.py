@@ -65,7 +65,7 @@ def test_lengths(name, length, dtype):
 THREE = SMALL._replace(length=130)
 """Three chunks."""
 
-GROUPED = SMALL._replace(value_heads=2)
+GROUPED = THREE._replace(value_heads=2)
 WIDE = THREE._replace(key_dim=70, value_dim=72)
 """Two tiles of 64 channels for keys and for values."""
 
@@ -73,12 +73,11 @@ WIDE = THREE._replace(key_dim=70, value_dim=72)
 @pytest.mark.parametrize(
     ("name", "shape", "how"),
     [
-        ("gated_delta_net", GROUPED, {"workers": 2}),
         ("gated_delta_net2", WIDE, {"workers": 2, "layout": (2, 2)}),
-        ("gla", THREE, {"count": 2}),
+        ("gla", GROUPED, {"count": 2}),
         ("retnet", WIDE, {"count": 2, "layout": (2, 1)}),
     ],
-    ids=["two workers", "two warpgroups", "two stretches", "both"],
+    ids=["two warpgroups", "two stretches", "both"],
 )
 def test_layouts(name, shape, how):
     """What `pallas_kernels.forward` chooses for other sizes; layout: warpgroups, chunks in flight."""

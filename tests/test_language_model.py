@@ -1,5 +1,6 @@
 """The language model experiment: same weight, same tokens, the papers' ablations, sweeps, resuming, verdicts."""
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from experiments import language_model, plot_language
 from experiments.language_model import GRIDS, Language, held_out, resolve, training
 from experiments.language_models import ABLATIONS, make_config
 from experiments.language_training import PARTS, Plan, Runner, plan
-from experiments.sweeps import pick
+from experiments.sweeps import deterministic, pick
 from experiments.texts import load_text
 from experiments.training_models import count_blocks
 from qdelta_jax.layers.gates import Gates, HeadSizes
@@ -225,3 +226,11 @@ def test_the_full_grid():
     assert set(full.models) >= {*qd.RULES, "transformer", *ABLATIONS, "q_delta+window"}
     assert full.seeds >= 3
     assert 30e6 < count_blocks(full.base) + 8192 * full.base.width < 60e6
+
+
+def test_deterministic_leaves_given_options_alone(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_gpu_enable_triton_gemm=true")
+    deterministic()
+    deterministic()
+    want = ["--xla_a=1", "--xla_gpu_enable_triton_gemm=true", "--xla_gpu_deterministic_ops=true"]
+    assert os.environ["XLA_FLAGS"].split() == want

@@ -199,13 +199,13 @@ def loss_and_gradient(remat, **changes):
     return jax.tree.leaves(nnx.jit(nnx.value_and_grad(loss))(model))
 
 
-@pytest.mark.parametrize("remat", [name for name in REMAT if name != "none"])
+@pytest.mark.parametrize("remat", [name for name in REMAT if name not in ("none", "dots")])
 def test_remat_changes_nothing(remat, plain_gradient):
     assert_close(loss_and_gradient(remat), plain_gradient, FLOAT32)
 
 
 def test_without_a_scan_it_is_the_same(plain_gradient):
-    """Two layers, all of them in one turn."""
+    """Two layers, all of them in one turn, and the remat that the test above leaves out."""
     assert_close(loss_and_gradient("dots", unroll=9), plain_gradient, FLOAT32)
 
 
