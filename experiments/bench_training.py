@@ -12,7 +12,8 @@ models are; the peer's are of the same sizes, and their FLOPs are taken to be ou
 holds at once: its arguments, its results and its temporaries (of the peer: what torch's allocator had given out at
 most). A step that does not fit is tried with the next policy of `--remat`; longer rows begin there, since a batch of
 them has no fewer tokens. Compile times are those of a process that has tuned nothing yet only in its first cells; a
-cache (JAX_COMPILATION_CACHE_DIR) hides them.
+cache (JAX_COMPILATION_CACHE_DIR) hides them. Losses say that numbers are finite and no more: every step sees the same
+batch, at learning rates that differ between the sides.
 
 Results go to experiments/results/training_DEVICE.json after each cell; what is stored there with the same versions and
 sources isn't measured again. `python -m experiments.plot_training FILE` makes a table and a plot of it. The peer is
@@ -132,7 +133,15 @@ def check(bench: Bench) -> None:
     for name, values, known in (("sides", bench.sides, ("ours", "peer")), ("remat", bench.remat, Bench.remat)):
         if not values or set(values) - set(known):
             raise ValueError(f"{name}: got {values}, want some of {known}")
-    for name, x in (("tokens", bench.tokens), ("steps", bench.steps), ("peak", bench.peak)):
+    if not bench.models:
+        raise ValueError(f"models: got none, want rules or {TRANSFORMER!r}")
+    for model in bench.models:
+        if model != TRANSFORMER and model not in qd.RULES:
+            raise ValueError(f"models: got {model!r}, want {TRANSFORMER!r} or one of {tuple(qd.RULES)}")
+    if not bench.minutes >= 0:
+        raise ValueError(f"minutes: got {bench.minutes}, want 0 or more")
+    numbers = ("tokens", "steps", "peak")
+    for name, x in ((name, getattr(bench, name)) for name in numbers):
         if not x > 0:
             raise ValueError(f"{name}: got {x}, want a number above 0")
     if TRANSFORMER in bench.models and set(bench.remat) == {"delta_rule_states"}:
@@ -142,7 +151,8 @@ def check(bench: Bench) -> None:
             raise ValueError(f"lengths: got {length}, want a divisor of tokens = {bench.tokens}")
     for size in bench.sizes:
         for model in bench.models:
-            make_config(model, size, bench.family)
+            config = make_config(model, size, bench.family)
+            replace(config, conv_implementation=bench.conv_implementation, unroll=bench.unroll)
 
 
 def arguments(bench: Bench) -> list[str]:

@@ -33,6 +33,8 @@ def sides(result: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, dict[s
     """By shape, rule and dtype: the cells "mosaic", "xla" and "peer", the latter its fastest variant."""
     found: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for cell in result["cells"]:
+        if cell["residuals"] == "keep":
+            continue  # It saves more for gradients, and is the same otherwise.
         row = found.setdefault((cell["shape"], cell["rule"], cell["dtype"]), {})
         side = cell["implementation"] if cell["implementation"] in COLORS else "peer"
         if side not in row or (cell.get("device_ms") or 1e9) < (row[side].get("device_ms") or 1e9):

@@ -76,7 +76,7 @@ def remark(cell: dict[str, Any]) -> str:
     parts = [f"preset {cell['family']}"]
     parts += [f"implementation {cell['implementation']}"] if cell["implementation"] else []
     parts += [f"convolution {cell['conv_implementation']}"] if cell["conv_implementation"] not in (None, "xla") else []
-    parts += [f"{cell['unroll']} layers a turn"] if cell["unroll"] not in (None, 1) else []
+    parts += [f"unroll {cell['unroll']}"] if cell["unroll"] not in (None, 1) else []
     parts += ["packed"] if cell["packed"] else []
     parts += [cell["note"]] if "note" in cell else []
     parts += [f"too large: {', '.join(cell['too_large'])}"] if cell["too_large"] else []

@@ -29,6 +29,25 @@ THREADS = 128
 """Of a warpgroup, which is a block: each has 4, 2 or 1 channels, next to each other."""
 
 
+def _check(x: Any, kernel: Any, runs: Any, dtype: Any) -> None:
+    """
+    Raises:
+        ValueError: naming the argument, what came and what is wanted.
+    """
+
+    def shape(array: Any) -> Any:
+        return getattr(array, "shape", type(array).__name__)
+
+    if getattr(x, "ndim", None) != 3 or 0 in x.shape:
+        raise ValueError(f"x: got {shape(x)}, want [B, T, C], no axis empty")
+    if getattr(kernel, "ndim", None) != 2 or kernel.shape[0] < 1 or kernel.shape[1] != x.shape[2]:
+        raise ValueError(f"kernel: got {shape(kernel)}, want [W, C] with C = {x.shape[2]} as x has it")
+    if runs is not None and (shape(runs) != x.shape[:2] or not jnp.issubdtype(runs.dtype, jnp.integer)):
+        raise ValueError(f"runs: got {shape(runs)} {getattr(runs, 'dtype', '')}, want integers {x.shape[:2]}")
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype: got {dtype}, want a floating one")
+
+
 def convolution_unsupported(x: Any, kernel: Any) -> str | None:
     """Why `convolution` cannot take such arrays, whatever the machine; None if it can."""
     if jnp.dtype(x.dtype) not in DTYPES or jnp.dtype(kernel.dtype) not in DTYPES:
@@ -46,17 +65,20 @@ def convolution(
 ) -> Array:
     """y_t = silu(sum_j kernel[W-1-j] x_{t-j}), j = 0 .. W-1, over the tokens of t's own run; sums in float32.
 
+    Gradients are for reverse mode, once.
+
     Args:
-        x: [B, T, C]; zeros stand before the first token.
-        kernel: [W, C]; the last row meets the token itself.
-        runs: [B, T] int32, equal for tokens of one segment, which lie together; None: a row is one segment.
+        x: [B, T, C] in bfloat16, float16 or float32, C a multiple of 128; zeros stand before the first token.
+        kernel: [W, C], W at most 5; the last row meets the token itself.
+        runs: [B, T] integers, equal for tokens of one segment, which lie together; None: a row is one segment.
         silu: False: no activation.
         dtype: of the result; x's by default.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     Returns:
         y [B, T, C].
     Raises:
-        NotImplementedError: such arrays cannot be taken.
+        ValueError: an array does not fit; the message names it.
+        NotImplementedError: such arrays cannot be taken; `convolution_unsupported` says why.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
@@ -64,6 +86,7 @@ def convolution(
 
 
 def _run(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
+    _check(x, kernel, runs, dtype)
     reason = convolution_unsupported(x, kernel)
     if reason is not None:
         raise NotImplementedError(reason)

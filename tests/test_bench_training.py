@@ -61,8 +61,16 @@ def test_configs_refuse():
         make_config("kda", "7b")
     with pytest.raises(ValueError, match="family: got 'mamba'"):
         make_config("kda", "340m", "mamba")
-    with pytest.raises(ValueError, match="rule: got 'no'"):
+    with pytest.raises(ValueError, match="models: got 'no', want 'transformer' or one of"):
         bench_training.main(replace(TOY, models=("no",)))
+    with pytest.raises(ValueError, match="models: got none"):
+        bench_training.main(replace(TOY, models=()))
+    with pytest.raises(ValueError, match="unroll: got 0"):
+        bench_training.main(replace(TOY, unroll=0))
+    with pytest.raises(ValueError, match="conv_implementation: got 'cuda'"):
+        bench_training.main(replace(TOY, conv_implementation="cuda"))
+    with pytest.raises(ValueError, match="minutes: got -1, want 0 or more"):
+        bench_training.main(replace(TOY, minutes=-1))
     with pytest.raises(ValueError, match="lengths: got 24, want a divisor of tokens = 16"):
         bench_training.main(replace(TOY, lengths=(24,)))
     with pytest.raises(ValueError, match="remat: got"):

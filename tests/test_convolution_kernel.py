@@ -137,6 +137,38 @@ def test_a_mixer_with_it_is_the_mixer():
             assert_close(nnx.jit(build(implementation))(x)[0], want, FLOAT32)
 
 
+BAD = [
+    ((1, 6, 128), (4, 256), None, None, r"kernel: got \(4, 256\), want \[W, C\] with C = 128"),
+    ((1, 6, 256), (4, 128), None, None, r"kernel: got \(4, 128\)"),
+    ((1, 6, 128), (128,), None, None, r"kernel: got \(128,\)"),
+    ((6, 128), (4, 128), None, None, r"x: got \(6, 128\), want \[B, T, C\]"),
+    ((1, 0, 128), (4, 128), None, None, r"x: got \(1, 0, 128\).*no axis empty"),
+    ((2, 6, 128), (4, 128), (1, 6), None, r"runs: got \(1, 6\) int32, want integers \(2, 6\)"),
+    ((2, 6, 128), (4, 128), None, jnp.int8, "dtype: got .*int8.*, want a floating one"),
+]
+
+
+@pytest.mark.parametrize(("x", "kernel", "runs", "dtype", "message"), BAD)
+def test_bad_arguments(x, kernel, runs, dtype, message):
+    runs = None if runs is None else jnp.zeros(runs, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.convolution(jnp.ones(x), jnp.ones(kernel), runs, True, dtype, INTERPRET)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_bad_inputs_of_the_layer(implementation):
+    layer = ShortConvolution(128, implementation=implementation, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x: got shape \(2, 9, 256\), want \[B,T,C\] with C = 128"):
+        layer(jnp.ones((2, 9, 256)))
+
+
+def test_forward_mode_is_refused_by_name():
+    x, kernel, _, _ = draw((1, 9, 128, 4))
+    layer = layer_of(kernel)
+    with run_kernels(), pytest.raises(NotImplementedError, match="reverse mode only: use 'xla'"):
+        jax.jvp(lambda x: layer(x)[0], (x,), (x,))
+
+
 def test_what_it_cannot_do():
     x, kernel, _, _ = draw((1, 9, 96, 4))
     layer = layer_of(kernel)

@@ -209,6 +209,26 @@ def test_without_a_scan_it_is_the_same(plain_gradient):
     assert_close(loss_and_gradient("dots", unroll=9), plain_gradient, FLOAT32)
 
 
+@pytest.mark.parametrize(
+    ("layers", "unroll", "guards"), [(4, 1, {False}), (5, 1, {False, True}), (2, 1, {True}), (4, 2, {True})]
+)
+def test_what_is_computed_again_outside_of_a_loop_is_guarded(layers, unroll, guards):
+    """Otherwise the compiler joins it with what was computed before, and nothing is saved."""
+    graph, parameters = nnx.split(build(("rule", "window"), layers=layers, unroll=unroll, remat="full"))
+    program = jax.make_jaxpr(lambda p: nnx.merge(graph, p)(draw((1, 8))))(parameters)
+    assert set(values_of(program.jaxpr, "prevent_cse")) == guards
+
+
+def values_of(jaxpr, name):
+    """Of a parameter of equations, wherever they are."""
+    for equation in jaxpr.eqns:
+        if name in equation.params:
+            yield equation.params[name]
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from values_of(inner, name)
+
+
 def test_remat_saves_memory():
     """Residuals of the blocks: all of them, their products, their chunk states, their inputs."""
 

@@ -10,10 +10,12 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
+from qdelta_jax.checks import check_segment_ids
 from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
+from qdelta_jax.refusals import reverse_mode_only
 from qdelta_jax.segments import segment_masks
 
 __all__ = ["ShortConvolution", "short_convolution"]
@@ -76,8 +78,12 @@ def _real_first(x: Array, segment_ids: Array) -> tuple[Array, Array, Array, Arra
     return permute(x, order, inverse), valid, order, inverse, runs
 
 
+REVERSE = "implementation='mosaic' of a short convolution has derivatives in reverse mode only: use 'xla'"
+
+
 def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, silu: bool, dtype: Any) -> Array:
     """silu(short_convolution(x, kernel)) in one pass over memory."""
+    x, kernel = reverse_mode_only((x, kernel), REVERSE)
     run = partial(pallas_kernels.convolution, silu=silu, dtype=jnp.dtype(dtype), interpret=interpreted())
     if segment_ids is None:
         return run(x, kernel, None)
@@ -129,8 +135,8 @@ class ShortConvolution(nnx.Module):
         activation: "silu" or None.
         use_bias: adds `bias` [C], zero at first.
         implementation: "xla"; "mosaic", one GPU kernel for the convolution with its activation, and one for the
-            gradient (no bias, a multiple of 128 channels); or None, "mosaic" where that can run. With a cache it is
-            always "xla".
+            gradient (a Hopper GPU, no bias, a multiple of 128 channels, at most 5 taps, no float64; derivatives in
+            reverse mode, once); or None, "mosaic" where that can run. With a cache it is always "xla".
         kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
         dtype: of the result; None for the input's.
         param_dtype: of the parameters.
@@ -185,7 +191,10 @@ class ShortConvolution(nnx.Module):
         reason = reason or pallas_kernels.convolution_unsupported(x, self.kernel.get_value())
         reason = reason or (pallas_kernels.machine(x) if interpreted() is None else None)
         if reason is not None and self.implementation == "mosaic":
-            raise NotImplementedError(f"implementation='mosaic' of a short convolution cannot run: {reason}")
+            raise NotImplementedError(
+                f"implementation='mosaic' of a short convolution (conv_implementation of a layer or model) cannot run: "
+                f"{reason}"
+            )
         return reason is None
 
     def __call__(
@@ -196,6 +205,10 @@ class ShortConvolution(nnx.Module):
         cache: Float[Array, "b n c"] | None = None,
     ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"] | None]:
         """y [B, T, C] and the new cache, None without one. Arguments as in `short_convolution`."""
+        if x.ndim != 3 or x.shape[2] != self.channels:
+            raise ValueError(f"x: got shape {x.shape}, want [B,T,C] with C = {self.channels}")
+        if segment_ids is not None:
+            check_segment_ids(segment_ids, x.shape[:2])
         if cache is None and self._kernel_runs(x):
             options = self.activation == "silu", self.dtype or x.dtype
             return _by_kernel(x, self.kernel.get_value(), segment_ids, *options), None

@@ -172,11 +172,13 @@ class LanguageModel(nnx.Module):
         rest: Any = None if cache is None else cache.rest
         if self.cells is not None:
             graph, parameters = nnx.split(self.cells)
-            body = self._remat(partial(_run, graph, segment_ids, positions))
+            # A scan keeps its turns apart by itself; what is computed again in the only one needs a guard.
+            turns = self.config.cells if self.config.unroll == 1 else 1
+            body = self._remat(partial(_run, graph, segment_ids, positions), alone=turns == 1)
             x, cells = lax.scan(body, x, (parameters, cells), unroll=min(self.config.unroll, self.config.cells))
         if self.rest is not None:
             graph, parameters = nnx.split(self.rest)
-            x, rest = self._remat(partial(_run, graph, segment_ids, positions))(x, (parameters, rest))
+            x, rest = self._remat(partial(_run, graph, segment_ids, positions), alone=True)(x, (parameters, rest))
         return self.norm(x), None if cache is None else ModelCache(cells, rest)
 
     def logits(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
@@ -200,12 +202,11 @@ class LanguageModel(nnx.Module):
         plain = type(self.head) is Linear and self.head.bias is None
         return (self.head.kernel.get_value(), 0) if plain else None
 
-    def _remat(self, body: Any) -> Any:
+    def _remat(self, body: Any, *, alone: bool) -> Any:
+        """alone: it is not within a loop, and the compiler could join what is computed again with what was."""
         if self.config.remat == "none":
             return body
-        # A scan keeps its turns apart by itself, and the remainder runs once: what is computed again needs no guard.
-        policy, alone = POLICIES[self.config.remat], self.config.unroll == 1
-        return jax.checkpoint(body, policy=policy, prevent_cse=not alone)
+        return jax.checkpoint(body, policy=POLICIES[self.config.remat], prevent_cse=alone)
 
 
 def _stacked(config: ModelConfig, rngs: nnx.Rngs) -> Cell:
