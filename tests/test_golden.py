@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CORE, conformance
+from cases import CONFORMANCE, CORE, FEWER, conformance
 from reference import gradients
 from tolerances import FLOAT32, FLOAT64, assert_close
 
@@ -92,12 +92,14 @@ def _pad(x: np.ndarray, length: int | None, width: int | None) -> np.ndarray:
     return np.pad(x, widths)
 
 
-@conformance
-@pytest.mark.parametrize(
-    ("dtype", "tolerance", "chunk_size"),
-    [(jnp.float64, FLOAT64, 16), (jnp.float32, FLOAT32, 64)],
-    ids=["float64", "float32"],
-)
+ONE_BATCH = [
+    pytest.param(*case.values, *how, marks=case.marks)
+    for cases, how in ((CONFORMANCE, (jnp.float64, FLOAT64, 16)), (FEWER, (jnp.float32, FLOAT32, 64)))
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("name", "implementation", "dtype", "tolerance", "chunk_size"), ONE_BATCH)
 def test_all_cases_as_one_padded_batch(name, implementation, dtype, tolerance, chunk_size, x64):
     """Also T63, strong (log_decay to -8) and beta2 (beta or erase to 2); values are padded with zero channels."""
     batch, ids = one_batch(name)
