@@ -131,13 +131,20 @@ def _items(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, parts
 
 
+COMPUTED = ("implementation", "conv_implementation", "attention_implementation", "residuals", "remat", "unroll")
+"""Fields of `ModelConfig` that say how a model is computed and not what: a run may go on with others, on another
+machine say, though not bit for bit."""
+
+
 def _check_same(stored: TrainConfig, wanted: TrainConfig, where: Path) -> None:
-    """Model, data and seed decide what the arrays mean. Steps, optimizer numbers and the mesh may change."""
+    """Model, data and seed decide what the arrays mean. Steps, optimizer numbers and the mesh may change, and how the
+    model is computed (`COMPUTED`)."""
     differences = []
     pairs = [(name, getattr(stored, name), getattr(wanted, name)) for name in ("model", "data")]
     for name, old, new in [*pairs, ("run", {"seed": stored.run.seed}, {"seed": wanted.run.seed})]:
         old, new = (x if isinstance(x, dict) else vars(x) for x in (old, new))
-        differences += [f"{name}.{key}: {old[key]!r}, now {new[key]!r}" for key in old if old[key] != new[key]]
+        keys = [key for key in old if old[key] != new[key] and not (name == "model" and key in COMPUTED)]
+        differences += [f"{name}.{key}: {old[key]!r}, now {new[key]!r}" for key in keys]
     if differences:
         raise ValueError(f"checkpoint {where} does not fit this run ({'; '.join(differences)})")
 
