@@ -140,8 +140,7 @@ def check(bench: Bench) -> None:
             raise ValueError(f"models: got {model!r}, want {TRANSFORMER!r} or one of {tuple(qd.RULES)}")
     if not bench.minutes >= 0:
         raise ValueError(f"minutes: got {bench.minutes}, want 0 or more")
-    numbers = ("tokens", "steps", "peak")
-    for name, x in ((name, getattr(bench, name)) for name in numbers):
+    for name, x in (("tokens", bench.tokens), ("steps", bench.steps), ("peak", bench.peak)):
         if not x > 0:
             raise ValueError(f"{name}: got {x}, want a number above 0")
     if TRANSFORMER in bench.models and set(bench.remat) == {"delta_rule_states"}:
@@ -210,9 +209,8 @@ def measure(cell: dict[str, Any], begin: str | None, bench: Bench) -> dict[str, 
     policies = cell["policies"]
     for policy in policies[policies.index(begin) if begin else 0 :]:
         try:
-            changes = {name: cell[name] for name in ("implementation", "conv_implementation", "unroll")}
-            changed = config if cell["side"] == "fla" else replace(config, **changes)
-            changed = replace(changed, remat=policy)
+            own = () if cell["side"] == "fla" else ("implementation", "conv_implementation", "unroll")
+            changed = replace(config, remat=policy, **{name: cell[name] for name in own})
             numbers = attempt(changed, cell, bench.steps)
         except Exception as error:  # One cell fails, the others go on.
             failure, large = describe(error), is_out_of_memory(error)

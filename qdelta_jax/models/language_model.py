@@ -173,9 +173,10 @@ class LanguageModel(nnx.Module):
         if self.cells is not None:
             graph, parameters = nnx.split(self.cells)
             # A scan keeps its turns apart by itself; what is computed again in the only one needs a guard.
-            turns = self.config.cells if self.config.unroll == 1 else 1
-            body = self._remat(partial(_run, graph, segment_ids, positions), alone=turns == 1)
-            x, cells = lax.scan(body, x, (parameters, cells), unroll=min(self.config.unroll, self.config.cells))
+            unroll = min(self.config.unroll, self.config.cells)
+            alone = unroll > 1 or self.config.cells == 1
+            body = self._remat(partial(_run, graph, segment_ids, positions), alone=alone)
+            x, cells = lax.scan(body, x, (parameters, cells), unroll=unroll)
         if self.rest is not None:
             graph, parameters = nnx.split(self.rest)
             x, rest = self._remat(partial(_run, graph, segment_ids, positions), alone=True)(x, (parameters, rest))
