@@ -11,13 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gradient_tiles import GradientTiles
 from pallas_kernels.layout import channel_gates
+from pallas_kernels.scores import store_parts
 from pallas_kernels.tiles import (
     C,
+    Numbers,
     accumulate,
     product,
     products,
     put,
     rows,
+    split,
     sync,
     take,
     transposed,
@@ -98,7 +101,12 @@ class Gradients(GradientTiles):
 
     def values(self, piece: Any) -> None:
         """dO and U as operands."""
-        self.to_operand("u", self.layout.values["u"], piece)
+        if self.layout.u_low is None:
+            self.to_operand("u", self.layout.values["u"], piece)
+        else:
+            u = take(self.landing("u", self.layout.values["u"], piece))
+            for memory, part in zip((self.value("u", piece), self.u_low(piece)), split(u, self.two), strict=True):
+                store_parts(memory, (part,))
         if self.problem.masked or self.numbers.parts == 2:
             x = self.landed(self.landing_tile(self.layout.values, "d_out", piece))
             sync()
@@ -121,10 +129,15 @@ class Gradients(GradientTiles):
         one per channel as symmetric matrices, each pair in both places. meanwhile: is done once the products are."""
         problem, values = self.problem, range(self.problem.value_pieces)
         left = self.either(self.layout.values, ("d_out", "d_z"), which)
-        pairs = [(self.operand(left, v), transposed(self.value("u", v))) for v in values]
+        parts = [self.value("u", v) for v in values]
+        lefts = [self.operand(left, v) for v in values]
+        if self.layout.u_low is not None:
+            # Decays per channel have the gradient of log_decay to lose by what rounds U.
+            parts, lefts = parts + [self.u_low(v) for v in values], 2 * lefts
+        pairs = [(x, transposed(u)) for x, u in zip(lefts, parts, strict=True)]
         r, c = self.numbered()
         if problem.decay == "key":
-            swapped = [(self.value("u", v), transposed(self.operand(left, v))) for v in values]
+            swapped = [(u, transposed(x)) for x, u in zip(lefts, parts, strict=True)]
             lower, upper = products(self.numbers, pairs, swapped)
             made = jnp.where(r == c, jnp.where(which == 0, lower, 0.0), jnp.where(r > c, lower, upper))
         else:
@@ -136,6 +149,14 @@ class Gradients(GradientTiles):
             made = self.decay_between() * made
             self.between(which, made)
         put(self.operand(self.layout.scores, which), made, self.numbers)
+
+    def u_low(self, piece: Any) -> Any:
+        assert self.layout.u_low is not None
+        return self.operand(self.layout.u_low, piece)
+
+    @property
+    def two(self) -> Numbers:
+        return Numbers(self.numbers.dtype, 2, self.numbers.interpret)
 
     def either(self, places: Mapping[str, tuple[int, int]], names: tuple[str, str], which: Any) -> tuple[Any, int]:
         """The place of the first (which = 0) or the second of two that have the same step."""

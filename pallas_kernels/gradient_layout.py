@@ -29,13 +29,16 @@ class Layout:
         spare: two pages for each warpgroup: a float32 tile on its way out, or two parts of one in a product.
         scores: dP, dL.
         shared_spare: these are where dO and U were.
+        u_low: the second part of U, which has more digits than an operand, where there is room for it; otherwise None.
         logs: log_decay as operands.
         d_decay: the gradient of log_decay, float32, for each warpgroup; lands_in_sum: log_decay lands there, and is not
             needed again.
         late: v and its gates, for each warpgroup; early: they have pages of their own and land with all else.
     """
 
-    def __init__(self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], warpgroups: int) -> None:
+    def __init__(
+        self, problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any], warpgroups: int, low: bool = False
+    ) -> None:
         parts, channels = problem.numbers.parts, problem.decay == "key"
         even = parts == 2
         blocks, others = Taken(), Taken()
@@ -75,11 +78,16 @@ class Layout:
         found["state"], found["after"] = each(warpgroups, parts), each(warpgroups, parts)
         if channels:
             found["logs"] = each(problem.key_pieces, parts)
+            if low and blocks.count % 2:
+                # Where a page would be lost to alignment.
+                found["u_low"] = each(problem.value_pieces, 1)
             found["d_decay"] = each(warpgroups, 2, True)
             found.setdefault(f"gate {log_decay}", found["d_decay"])
         if not self.shared_spare:
             found["spare"] = each(warpgroups, 2, True)
         found["scores"] = each(2, parts)
+        if low and "u_low" not in found:
+            found["u_low"] = each(problem.value_pieces, 1)
 
         room = blocks.count + (blocks.count % 2 if wide else 0) + late.count
         self.early = problem.value_pieces == warpgroups and warpgroups * (room + room % 2) + others.count <= ROOM
@@ -94,6 +102,7 @@ class Layout:
         self.gates = {name: places[f"gate {name}"] for name in gates}
         self.state, self.after = places["state"], places["after"]
         self.scores = places["scores"]
+        self.u_low = places.get("u_low")
         if channels:
             self.logs, self.d_decay = places["logs"], places["d_decay"]
         if not self.shared_spare:
@@ -109,9 +118,12 @@ class Layout:
 
 def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> Layout | None:
     """What fits into shared memory, or None."""
+    # Where something is erased the forward pass has left U with more digits.
+    finer = problem.erases and problem.decay == "key" and problem.numbers.parts == 1
     for warpgroups in (2, 1):
         if problem.key_pieces in (warpgroups, warpgroups * problem.key_pieces):
             layout = Layout(problem, rule, dtypes, warpgroups)
             if layout.count <= ROOM:
-                return layout
+                better = Layout(problem, rule, dtypes, warpgroups, low=True) if finer else layout
+                return better if better.count <= ROOM and better.early == layout.early else layout
     return None
