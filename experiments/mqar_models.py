@@ -49,10 +49,11 @@ def build(model: str, config: ModelConfig, rngs: nnx.Rngs) -> LanguageModel:
     return made
 
 
-def make_config(model: str, width: int, *, vocab: int, dtype: str, implementation: str | None) -> ModelConfig:
+def make_config(model: str, width: int, *, vocab: int, **computed: Any) -> ModelConfig:
     """Two layers of that width: blocks that weigh what q_delta's do, and memories as large as those of a rule.
 
-    Heads are width / 2 wide, and 128 at most. A window is as many tokens as a rule's memory has numbers for.
+    Heads are width / 2 wide, and 128 at most. A window is as many tokens as a rule's memory has numbers for. `computed`
+    are fields of `ModelConfig` that say how it is computed.
 
     Raises:
         ValueError: an unknown model, or a width without whole heads.
@@ -76,8 +77,7 @@ def make_config(model: str, width: int, *, vocab: int, dtype: str, implementatio
         conv_width=TAPS,
         init_gain=GAIN,
         tie_embeddings=True,
-        implementation=implementation,
-        dtype=dtype,
+        **computed,
     )
     wanted = count_blocks(standard)
     if model in (TRANSFORMER, CONVOLVED):

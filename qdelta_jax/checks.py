@@ -1,6 +1,7 @@
 """What `delta_rule` and `step` refuse, and how they say so."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -154,6 +155,24 @@ def check_count(name: str, count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
         raise ValueError(f"{name}: got {count!r}, want an integer of at least 1")
     return int(count)
+
+
+def own_values(config: Any) -> None:
+    """NumPy's numbers and dtypes in the fields of a frozen dataclass become Python's numbers and names, which JSON can
+    hold; those in tuples, too. For the first line of `__post_init__`."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        own = _own(value)
+        if own is not value:
+            object.__setattr__(config, field.name, own)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, tuple) and any(isinstance(x, np.generic) for x in value):
+        return tuple(map(_own, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_precision(precision: Any, dtype: Any) -> Any:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from qdelta_jax.checks import compute_dtype
+from qdelta_jax.kept import activation
 
 __all__ = ["l2_normalize"]
 
@@ -17,4 +18,5 @@ def l2_normalize(x: Array, eps: float = 1e-6) -> Array:
     [0.6000000238418579, 0.800000011920929]
     """
     wide = x.astype(compute_dtype(x.dtype))
-    return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    inverse = activation(lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps))
+    return activation((wide * inverse).astype(x.dtype))

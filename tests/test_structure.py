@@ -14,7 +14,7 @@ LIBRARY = Path(qdelta_jax.__file__).parent
 
 FLOORS = [
     {"pallas_kernels"},
-    {"rules", "recurrence", "checks", "segments", "normalize", "tasks"},
+    {"rules", "recurrence", "checks", "segments", "normalize", "tasks", "kept"},
     {"chunked"},
     {"delta_rule"},
     {"layers"},

@@ -1,5 +1,6 @@
 """The loop and the command line: updates that are left out, signals, and refusals."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,6 +55,15 @@ def unannotated(kind, **fields):
     made = object.__new__(kind)
     vars(made).update({**vars(kind()), **fields})
     made.__post_init__()
+    return made
+
+
+def test_numpy_values_of_a_config_become_its_own():
+    made = (
+        unannotated(OptimizerConfig, b1=np.float32(0.5), accumulation=np.int64(2), warmup_steps=np.int8(0)),
+        unannotated(RunConfig, progress=np.bool_(False), seed=np.uint32(7)),
+    )
+    assert json.loads(json.dumps([vars(x) for x in made]))[1]["seed"] == 7
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from qdelta_jax.checks import check_count
+from qdelta_jax.checks import check_count, own_values
 from qdelta_jax.layers.inputs import check_along, check_cache_batch, check_hidden, check_number
 from qdelta_jax.layers.linear import Initializer, Linear
 from qdelta_jax.layers.norms import RMSNorm
@@ -52,6 +52,7 @@ class AttentionConfig:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
+        own_values(self)
         for name in ("width", "heads", "head_dim", "kv_heads", "window"):
             value = getattr(self, name)
             if value is not None or name in ("width", "heads", "head_dim"):

@@ -7,6 +7,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from qdelta_jax.kept import activation
 from qdelta_jax.layers.attention import Attention, AttentionConfig
 from qdelta_jax.layers.linear import Initializer
 from qdelta_jax.layers.mixer import Mixer, MixerConfig
@@ -59,5 +60,5 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b t width"], Any]:
         """x after the block, in x's dtype, and the mixer's new cache (None without one)."""
         y, cache = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, cache=cache)
-        x = x + y.astype(x.dtype)
+        x = activation(x + y.astype(x.dtype))
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
+from qdelta_jax.kept import activation
 from qdelta_jax.layers.partitioning import Axes, partitioned
 
 __all__ = ["Initializer", "Linear", "LowRank", "xavier_uniform"]
@@ -76,7 +77,8 @@ class Linear(nnx.Module):
         """`out_dtype` asks for a result wider than the operands, without rounding in between."""
         kernel = self.kernel.get_value()
         dtype = self.dtype or wider(x.dtype, kernel.dtype)
-        y = product(x.astype(dtype), kernel.astype(dtype), out_dtype=out_dtype)
+        rounded = kernel if kernel.dtype == dtype else activation(kernel.astype(dtype))
+        y = product(x.astype(dtype), rounded, out_dtype=out_dtype)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
         return y

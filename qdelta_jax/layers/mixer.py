@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from qdelta_jax.checks import check_count
+from qdelta_jax.checks import check_count, own_values
 from qdelta_jax.delta_rule import delta_rule, resolve_implementation, step
 from qdelta_jax.layers.convolution import ShortConvolution
 from qdelta_jax.layers.gates import Gates, HeadSizes
@@ -39,7 +39,7 @@ class MixerConfig:
     heads, value_heads: of q and k, and of v (a multiple; equal by default).
     key_dim, value_dim: per head.
     conv_width: taps of the short convolutions of q, k and v; 0 for none.
-    conv_implementation: "xla", "mosaic" (a GPU kernel) or None, as in `ShortConvolution`.
+    conv_implementation: None, "xla" or "mosaic" (a GPU kernel), as in `ShortConvolution`.
     allow_negative_eigenvalues: doubles the gates that the rule marks so.
     decay_lower_bound: b < 0 replaces a "mamba" decay by b * sigmoid(exp(A_log) (x + dt_bias)).
     norm_eps, normalize_eps: of the output norm, and of the L2 norm of q and k.
@@ -55,7 +55,7 @@ class MixerConfig:
     key_dim: int
     value_dim: int
     conv_width: int = 4
-    conv_implementation: str | None = "xla"
+    conv_implementation: str | None = None
     allow_negative_eigenvalues: bool = False
     decay_lower_bound: float | None = None
     norm_eps: float = 1e-6
@@ -68,6 +68,7 @@ class MixerConfig:
     residuals: str = "recompute"
 
     def __post_init__(self):
+        own_values(self)
         get_rule(self.rule)
         resolve_implementation(self.implementation, 1)
         for name in ("width", "heads", "key_dim", "value_dim", "chunk_size"):

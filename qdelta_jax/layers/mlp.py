@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
+from qdelta_jax.kept import activation
 from qdelta_jax.layers.linear import Initializer, Linear
 
 __all__ = ["SwiGLU"]
@@ -48,4 +49,4 @@ class SwiGLU(nnx.Module):
         self.down = Linear(hidden, width, axes=("mlp", "embed"), **options)
 
     def __call__(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead width"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(activation(jax.nn.silu(self.gate(x)) * self.up(x)))

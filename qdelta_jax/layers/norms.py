@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
+from qdelta_jax.kept import activation
 from qdelta_jax.layers.linear import wider
 from qdelta_jax.layers.partitioning import partitioned
 
@@ -43,7 +44,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x: Float[Array, "*lead features"]) -> Float[Array, "*lead features"]:
-        return _normalize(x, self.scale.get_value(), self.eps).astype(self.dtype or x.dtype)
+        return activation(_normalize(x, self.scale.get_value(), self.eps).astype(self.dtype or x.dtype))
 
 
 class GatedRMSNorm(nnx.Module):
@@ -77,10 +78,10 @@ class GatedRMSNorm(nnx.Module):
     ) -> Float[Array, "*lead features"]:
         y = _normalize(x, self.scale.get_value(), self.eps)
         y = y * ACTIVATIONS[self.activation](gate.astype(y.dtype))
-        return y.astype(self.dtype or x.dtype)
+        return activation(y.astype(self.dtype or x.dtype))
 
 
 def _normalize(x: Array, scale: Array, eps: float) -> Array:
     wide = x.astype(wider(x.dtype, scale.dtype, jnp.float32))
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    inverse = activation(lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps))
     return wide * inverse * jnp.broadcast_to(scale.astype(wide.dtype), wide.shape)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from qdelta_jax.checks import check_count
+from qdelta_jax.checks import check_count, own_values
 from qdelta_jax.delta_rule import resolve_implementation
 from qdelta_jax.layers.attention import AttentionConfig
+from qdelta_jax.layers.embedding import GRADIENTS
 from qdelta_jax.layers.inputs import check_conv_implementation, check_conv_width, check_decay_lower_bound, check_number
 from qdelta_jax.layers.mixer import MixerConfig
 from qdelta_jax.rules import get_rule
@@ -16,8 +17,10 @@ __all__ = ["KINDS", "REMAT", "ModelConfig"]
 KINDS = ("rule", "attention", "window")
 """What a layer of a pattern may be."""
 
-REMAT = ("none", "full", "dots", "delta_rule_states")
-"""What a cell keeps for the gradient: everything, its input alone, its matrix products, its chunk states."""
+REMAT = ("none", "full", "activations", "dots", "delta_rule_states")
+"""What a cell keeps for the gradient: everything; its input alone; its matrix products and what it holds in its dtype
+between two of them (norms, convolutions, normalised keys, gated values: 1.7 times the memory of "dots" at 1.3 billion
+parameters); its matrix products; its chunk states."""
 
 COUNTS = (
     *("vocab_size", "width", "layers", "mlp_hidden", "heads", "key_dim", "value_dim"),
@@ -49,6 +52,8 @@ class ModelConfig:
     init_gain: None for LeCun normal projections, else Xavier uniform with this gain.
     norm_eps: of every RMSNorm.
     dtype, param_dtype: of the computation and of the parameters.
+    embedding_gradient: "scatter", or "product": the same numbers in every run on a GPU, and quick under XLA's options
+        for that (a few thousand tokens in the vocabulary); see `qdelta_jax.layers.embedding.lookup`.
     remat: what is kept for the gradient, one of `REMAT`.
     unroll: how many patterns one turn of the scan over layers takes. As many as there are: no scan, and nothing is
         copied into and out of stacked arrays, but the program and the time to compile it grow with depth.
@@ -69,7 +74,7 @@ class ModelConfig:
     key_dim: int = 64
     value_dim: int = 64
     conv_width: int = 4
-    conv_implementation: str | None = "xla"
+    conv_implementation: str | None = None
     allow_negative_eigenvalues: bool = False
     decay_lower_bound: float | None = None
     chunk_size: int = 64
@@ -90,10 +95,12 @@ class ModelConfig:
     norm_eps: float = 1e-6
     dtype: str = "float32"
     param_dtype: str = "float32"
+    embedding_gradient: str = "scatter"
     remat: str = "none"
     unroll: int = 1
 
     def __post_init__(self) -> None:
+        own_values(self)
         for name in COUNTS:
             check_count(name, getattr(self, name))
         for name in ("value_heads", "kv_heads", "attention_dim"):
@@ -103,10 +110,17 @@ class ModelConfig:
         check_conv_implementation(self.conv_implementation)
         for name in ("rope_theta", "norm_eps"):
             check_number(name, getattr(self, name), positive=True)
+        if self.init_gain is not None:
+            check_number("init_gain", self.init_gain, "a finite number, or None")
         check_decay_lower_bound(self.decay_lower_bound)
         if not self.pattern or any(kind not in KINDS for kind in self.pattern):
             raise ValueError(f"pattern: got {self.pattern}, want one or more of {KINDS}")
-        for name, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("remat", REMAT)):
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("param_dtype", DTYPES),
+            ("remat", REMAT),
+            ("embedding_gradient", GRADIENTS),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
         if not isinstance(self.rule, str):

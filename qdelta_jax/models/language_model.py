@@ -9,7 +9,9 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
+from qdelta_jax.kept import ACTIVATION
 from qdelta_jax.layers.block import Block
+from qdelta_jax.layers.embedding import lookup
 from qdelta_jax.layers.inputs import check_along, check_tokens
 from qdelta_jax.layers.linear import Linear, product, wider, xavier_uniform
 from qdelta_jax.layers.norms import RMSNorm
@@ -20,12 +22,19 @@ __all__ = ["Cell", "LanguageModel", "ModelCache"]
 
 _named = jax.checkpoint_policies.save_only_these_names
 
+
+def _products_and(*names: str) -> Any:
+    # What the GPU kernels compute is no product to JAX.
+    named = _named("delta_rule_out", "delta_rule_saved", *names)
+    return jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, named
+    )
+
+
 POLICIES = {
     "full": None,
-    # What the GPU kernels compute is no product to JAX.
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _named("delta_rule_out", "delta_rule_saved")
-    ),
+    "activations": _products_and(ACTIVATION),
+    "dots": _products_and(),
     "delta_rule_states": _named("delta_rule_states", "delta_rule_kept", "delta_rule_saved"),
 }
 """What `jax.checkpoint` saves, by `ModelConfig.remat`; "none" does not use it."""
@@ -151,7 +160,7 @@ class LanguageModel(nnx.Module):
         """What the first block takes, in the model's dtype: rows of the embedding, zeros in padding."""
         valid = None if segment_ids is None else segment_ids != 0
         tokens = tokens if valid is None else jnp.where(valid, tokens, 0)
-        x = jnp.take(self.embedding.get_value(), tokens, axis=0, mode="clip").astype(jnp.dtype(self.config.dtype))
+        x = lookup(self.embedding.get_value(), tokens, self.config.dtype, self.config.embedding_gradient)
         # `where` and not a product: whatever row 0 holds, NaN included, stays out of padding.
         return x if valid is None else jnp.where(valid[:, :, None], x, 0)
 

@@ -131,7 +131,10 @@ def _items(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, parts
 
 
-COMPUTED = ("implementation", "conv_implementation", "attention_implementation", "residuals", "remat", "unroll")
+COMPUTED = (
+    *("implementation", "conv_implementation", "attention_implementation", "embedding_gradient"),
+    *("residuals", "remat", "unroll"),
+)
 """Fields of `ModelConfig` that say how a model is computed and not what: a run may go on with others, on another
 machine say, though not bit for bit."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from qdelta_jax.checks import own_values
 from qdelta_jax.models.config import ModelConfig
 
 __all__ = ["DataConfig", "MeshConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
@@ -225,7 +226,8 @@ def _check_mapping(where: str, values: Any) -> None:
 
 
 def _check_types(config: Any) -> None:
-    """Every field against its annotation; a whole number passes as a float, True as no number."""
+    """Every field against its annotation; a whole number passes as a float, True as no number, NumPy's as Python's."""
+    own_values(config)
     for name, wanted in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if wanted == tuple[str, ...] and isinstance(value, str):

@@ -1,0 +1,60 @@
+"""Rows of an embedding: both ways to sum their gradients agree, and one of them adds nothing in an unknown order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tolerances import FLOAT32, FLOAT64, assert_close
+
+from qdelta_jax.layers.embedding import lookup
+from qdelta_jax.models import LanguageModel, ModelConfig
+
+RNG = np.random.default_rng(0)
+TABLE, TOKENS = RNG.normal(size=(11, 6)), RNG.integers(-2, 14, (3, 40))
+"""Rows that are read often, and tokens outside of the table."""
+D_Y = RNG.normal(size=(3, 40, 6)) * 10.0 ** RNG.integers(-6, 6, (3, 40, 1))
+
+
+def pull(table, dtype, gradient):
+    y, back = jax.vjp(lambda table: lookup(table, jnp.asarray(TOKENS), dtype, gradient), table)
+    return y, back(jnp.asarray(D_Y, y.dtype))[0]
+
+
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_gradients_agree(of, dtype):
+    """With what NumPy sums in float64."""
+    y, d_table = jax.jit(pull, static_argnums=(1, 2))(jnp.asarray(TABLE, of), dtype, "product")
+    same, _ = pull(jnp.asarray(TABLE, of), dtype, "scatter")
+    assert y.dtype == dtype
+    assert d_table.dtype == of
+    np.testing.assert_array_equal(y, same)
+    want = np.zeros(TABLE.shape)
+    np.add.at(want, np.clip(TOKENS, 0, 10), np.asarray(jnp.asarray(D_Y, dtype), np.float64))
+    # Each sum of a column is off by what its largest term loses.
+    assert_close(d_table, jnp.asarray(want, of), 2 * float(jnp.finfo(of).eps) if of != "float32" else FLOAT32)
+
+
+def test_float64(x64):
+    assert_close(
+        pull(jnp.asarray(TABLE), "float64", "product"), pull(jnp.asarray(TABLE), "float64", "scatter"), FLOAT64
+    )
+
+
+def test_a_model_adds_nothing_in_an_unknown_order():
+    options = {"vocab_size": 11, "width": 8, "layers": 1, "mlp_hidden": 8, "heads": 1, "key_dim": 8, "value_dim": 8}
+    tokens = jnp.asarray(np.clip(TOKENS, 0, 10))
+    found, texts = [], []
+    for gradient in ("scatter", "product"):
+        config = ModelConfig(**options, embedding_gradient=gradient)
+        graph, state = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+        run = jax.jit(jax.grad(lambda state, graph=graph: jnp.sum(jnp.sin(nnx.merge(graph, state)(tokens)))))
+        texts.append(run.lower(state).as_text())
+        found.append(run(state))
+    assert ["stablehlo.scatter" in text for text in texts] == [True, False]
+    assert_close(found[1], found[0], FLOAT32)
+    with pytest.raises(ValueError, match="embedding_gradient: got 'sum', want one of"):
+        ModelConfig(**options, embedding_gradient="sum")
