@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.inputs import DTYPES
 from pallas_kernels.mesh import without_axes
+from pallas_kernels.refusals import no_derivative, reverse_mode_only
 
 TOKENS = 64
 """Of a block; the gradient computes W - 1 more, which belong to the next."""
@@ -27,6 +28,12 @@ TOGETHER = 4
 
 THREADS = 128
 """Of a warpgroup, which is a block: each has 4, 2 or 1 channels, next to each other."""
+
+REFUSED = (
+    "second derivatives and forward-mode derivatives do not go through pallas_kernels.convolution, which has gradients "
+    "(reverse mode, once) only: use implementation='xla' of a ShortConvolution, conv_implementation='xla' of a layer "
+    "or model"
+)
 
 
 def _check(x: Any, kernel: Any, runs: Any, dtype: Any) -> None:
@@ -56,10 +63,11 @@ def convolution_unsupported(x: Any, kernel: Any) -> str | None:
         return f"the kernel has {kernel.shape[0]} taps, want 1 to {TOGETHER + 1}"
     if x.shape[2] % THREADS:
         return f"x has {x.shape[2]} channels, want a multiple of {THREADS}"
+    if x.size >= 1 << 31:
+        return f"x has {x.size} elements, want fewer than 2^31: its offsets are 32 bits wide"
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def convolution(
     x: Array, kernel: Array, runs: Array | None, silu: bool = True, dtype: Any = None, interpret: Any = None
 ) -> Array:
@@ -78,18 +86,26 @@ def convolution(
         y [B, T, C].
     Raises:
         ValueError: an array does not fit; the message names it.
-        NotImplementedError: such arrays cannot be taken; `convolution_unsupported` says why.
+        NotImplementedError: such arrays cannot be taken (`convolution_unsupported` says why), or it is differentiated
+            twice, or in forward mode.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
-    return _run(x, kernel, runs, silu, dtype, interpret)
-
-
-def _run(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
     _check(x, kernel, runs, dtype)
     reason = convolution_unsupported(x, kernel)
     if reason is not None:
         raise NotImplementedError(reason)
+    x, kernel = reverse_mode_only((x, kernel), REFUSED)
+    return _differentiable(x, kernel, runs, silu, dtype, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _differentiable(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
+    return _run(x, kernel, runs, silu, dtype, interpret)
+
+
+def _run(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
+    x, kernel = no_derivative((x, kernel), REFUSED)
     out = jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
     body = partial(_forward_block, silu=silu, segmented=runs is not None)
     return without_axes(lambda *a: _call(body, out, x, interpret, *a), x, kernel, *_given(runs))
@@ -105,6 +121,7 @@ def _backward(
     silu: bool, dtype: Any, interpret: Any, saved: tuple[Array, Array, Array | None], d_y: Array
 ) -> tuple[Array, Array, None]:
     x, kernel, runs = saved
+    x, kernel, d_y = no_derivative((x, kernel, d_y), REFUSED)
     batch, length, channels = x.shape
     parts = jax.ShapeDtypeStruct((batch, pl.cdiv(length, TOKENS), kernel.shape[0], channels), jnp.float32)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype), parts
@@ -113,7 +130,7 @@ def _backward(
     return d_x, jnp.sum(d_kernel, axis=(0, 1)).astype(kernel.dtype), None
 
 
-convolution.defvjp(_forward, _backward)
+_differentiable.defvjp(_forward, _backward)
 
 
 def _given(runs: Array | None) -> tuple[Array, ...]:

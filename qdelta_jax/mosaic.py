@@ -21,10 +21,10 @@ from jax.custom_batching import custom_vmap
 
 import pallas_kernels
 from pallas_kernels.mesh import without_axes
+from pallas_kernels.refusals import no_derivative, reverse_mode_only
 from qdelta_jax.chunked import chunked_backward
 from qdelta_jax.coefficients import coefficients
 from qdelta_jax.plan import ChunkOptions, grouped_states, make_plan
-from qdelta_jax.refusals import no_derivative, reverse_mode_only
 from qdelta_jax.rules import Rule
 
 __all__ = ["KernelOptions", "interpreted", "kernel_options", "kernel_settings", "mosaic", "mosaic_plain", "unsupported"]

@@ -162,11 +162,30 @@ def test_bad_inputs_of_the_layer(implementation):
         layer(jnp.ones((2, 9, 256)))
 
 
+REFUSED = r"do not go through pallas_kernels.convolution.*\(reverse mode, once\) only: use implementation='xla'"
+
+
 def test_forward_mode_is_refused_by_name():
     x, kernel, _, _ = draw((1, 9, 128, 4))
     layer = layer_of(kernel)
-    with run_kernels(), pytest.raises(NotImplementedError, match="reverse mode only: use 'xla'"):
+    with run_kernels(), pytest.raises(NotImplementedError, match=REFUSED):
         jax.jvp(lambda x: layer(x)[0], (x,), (x,))
+
+
+TWICE = lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(x)  # noqa: E731
+
+
+@pytest.mark.parametrize("which", [TWICE, jax.jit(TWICE, static_argnums=0), lambda f, x: jax.hessian(f)(x)])
+@pytest.mark.parametrize("of_kernel", [False, True])
+def test_second_derivatives_are_refused_by_name(which, of_kernel):
+    x, kernel, _, _ = draw((1, 9, 128, 4))
+
+    def f(changed):
+        inputs = (x, changed) if of_kernel else (changed, kernel)
+        return jnp.sum(pallas_kernels.convolution(*inputs, None, interpret=INTERPRET))
+
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        jax.eval_shape(lambda x: which(f, x), kernel if of_kernel else x)
 
 
 def test_what_it_cannot_do():

@@ -11,11 +11,11 @@ from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
 from qdelta_jax.checks import check_segment_ids
+from qdelta_jax.kept import activation
 from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
-from qdelta_jax.refusals import reverse_mode_only
 from qdelta_jax.segments import segment_masks
 
 __all__ = ["ShortConvolution", "short_convolution"]
@@ -78,12 +78,8 @@ def _real_first(x: Array, segment_ids: Array) -> tuple[Array, Array, Array, Arra
     return permute(x, order, inverse), valid, order, inverse, runs
 
 
-REVERSE = "implementation='mosaic' of a short convolution has derivatives in reverse mode only: use 'xla'"
-
-
 def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, silu: bool, dtype: Any) -> Array:
     """silu(short_convolution(x, kernel)) in one pass over memory."""
-    x, kernel = reverse_mode_only((x, kernel), REVERSE)
     run = partial(pallas_kernels.convolution, silu=silu, dtype=jnp.dtype(dtype), interpret=interpreted())
     if segment_ids is None:
         return run(x, kernel, None)
@@ -155,7 +151,7 @@ class ShortConvolution(nnx.Module):
         *,
         activation: str | None = "silu",
         use_bias: bool = False,
-        implementation: str | None = "xla",
+        implementation: str | None = None,
         kernel_init: Initializer | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -211,7 +207,7 @@ class ShortConvolution(nnx.Module):
             check_segment_ids(segment_ids, x.shape[:2])
         if cache is None and self._kernel_runs(x):
             options = self.activation == "silu", self.dtype or x.dtype
-            return _by_kernel(x, self.kernel.get_value(), segment_ids, *options), None
+            return activation(_by_kernel(x, self.kernel.get_value(), segment_ids, *options)), None
         y, after = short_convolution(x, self.kernel.get_value(), cache=cache, segment_ids=segment_ids)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
@@ -219,4 +215,4 @@ class ShortConvolution(nnx.Module):
             y = jax.nn.silu(y)
         if segment_ids is not None and self.bias is not None:
             y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
-        return y.astype(self.dtype or x.dtype), None if cache is None else after
+        return activation(y.astype(self.dtype or x.dtype)), None if cache is None else after
