@@ -4,6 +4,7 @@ QDELTA_TEST_PLATFORM=gpu runs the same tests on an accelerator; QDELTA_TEST_OPTI
 optimisations, which takes two to three times as long. This file must be loaded before jax is.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -23,11 +24,12 @@ else:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Processes of one session (the workers of xdist, programs that a test starts) share their compilations; a later
-# session starts afresh, so that a stale entry can never decide a test.
+# session starts afresh, so that a stale entry can never decide a test. All of them: most are single operations that a
+# call outside of jit compiles, which take little each and much together.
 OWNS_CACHE = "QDELTA_TEST_CACHE" not in os.environ
 CACHE = os.environ.setdefault("QDELTA_TEST_CACHE", tempfile.mkdtemp(prefix="qdelta_jax_tests_"))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -61,6 +63,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session):
+    """Tracing allocates much that lives on: the collector would look at all modules and caches again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_unconfigure(config):

@@ -1,6 +1,6 @@
 """Which targets count, and how much: in the loss of a readout, of a Learner, in microbatches and over devices."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,21 @@ def drawn(rows=4, length=9):
     return batch, np.where(rng.random((rows, length)) < 0.4, 0, rng.uniform(0.1, 2, (rows, length))).astype(np.float32)
 
 
-def results(build, batch, mesh_config=ONE, **options):
-    """Mean loss, gradient and tokens; summed loss and tokens of the evaluation."""
+@cache
+def learner_of(build, mesh_config, **options):
+    """Its gradient, its evaluation, its state and its mesh: compiled once for every kind of weights."""
     mesh = make_mesh(mesh_config)
     with jax.set_mesh(mesh):
         learner = Learner(build, optax.sgd(0.1), mesh, **options)
-        state, batch = learner.init(0), shard_batch(batch, mesh)
-        return jax.device_get((jax.jit(learner.gradient)(state, batch), learner.evaluate(state, batch)))
+        return jax.jit(learner.gradient), learner.evaluate, learner.init(0), mesh
+
+
+def results(build, batch, mesh_config=ONE, **options):
+    """Mean loss, gradient and tokens; summed loss and tokens of the evaluation."""
+    gradient, evaluate, state, mesh = learner_of(build, mesh_config, **options)
+    with jax.set_mesh(mesh):
+        batch = shard_batch(batch, mesh)
+        return jax.device_get((gradient(state, batch), evaluate(state, batch)))
 
 
 @AXES

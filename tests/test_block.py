@@ -40,10 +40,11 @@ def test_block_is_its_equation(kind):
 @pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 def test_block_continues_its_cache_and_leaves_padding_alone(kind):
     block = Block(CONFIGS[kind], 24, rngs=nnx.Rngs(0))
-    whole, _ = block(X)
-    first, cache = block(X[:, :4], cache=block.init_cache(2, 6))
+    run = nnx.jit(lambda block, x, segment_ids, cache: block(x, segment_ids=segment_ids, cache=cache))
+    whole, _ = run(block, X, None, None)
+    first, cache = run(block, X[:, :4], None, block.init_cache(2, 6))
     ids = jnp.array([[1, 1, 0]] * 2)
-    second, _ = block(jnp.concatenate([X[:, 4:], jnp.zeros((2, 1, 16))], axis=1), segment_ids=ids, cache=cache)
+    second, _ = run(block, jnp.concatenate([X[:, 4:], jnp.zeros((2, 1, 16))], axis=1), ids, cache)
     assert_close(jnp.concatenate([first, second[:, :2]], axis=1), whole, SAME)
     assert np.all(np.asarray(second[:, 2]) == 0)
 

@@ -229,13 +229,14 @@ def test_training_is_that_of_the_library(trainer):
         # A rate of 1 after one step of warm-up times `rate` is `rate`.
         optimizer = make_optimizer(OptimizerConfig(learning_rate=rate, final_fraction=0.0), PLAN.steps)
         learner = Learner(lambda rngs: build_model("delta_net", trainer.config, rngs), optimizer, mesh)
-        state, mine = learner.init(5), trainer._init(jnp.int32(5))
+        state, mine = learner.init(5), jax.jit(trainer._init)(jnp.int32(5))
+        advance, data = jax.jit(trainer._advance), make_data(PLAN)[0]
         assert_close(mine.params, jax.device_get(state.params), 0.0)
         for _ in range(2):
             batch = Batch(examples.inputs, examples.targets, np.ones_like(examples.inputs), examples.mask)
             batch = shard_batch(jax.tree.map(lambda x: x[order[0]], batch), mesh)
             state, metrics = learner.update(state, batch)
-            mine, loss = jax.jit(trainer._advance)(make_data(PLAN)[0], mine, jnp.float32(rate), jnp.asarray(order))
+            mine, loss = advance(data, mine, jnp.float32(rate), jnp.asarray(order))
             assert float(loss) == pytest.approx(float(metrics.loss), rel=FLOAT32)
             assert metrics.tokens == 8
         assert_close(jax.device_get(mine.params), jax.device_get(state.params), 1e-3)
@@ -243,10 +244,10 @@ def test_training_is_that_of_the_library(trainer):
 
 def test_right_answers_are_counted(trainer):
     """The last batch is not full, and is not counted twice; as `tasks.accuracy` does from all logits."""
-    state, held_out = trainer._init(jnp.int32(0)), make_data(PLAN)[1]
+    state, held_out = jax.jit(trainer._init)(jnp.int32(0)), make_data(PLAN)[1]
     examples = tasks.mqar(11, length=8, pairs=2, vocab_size=16, seed=(0, 1))
-    model = build_model("delta_net", trainer.config, nnx.Rngs(0))
-    want = tasks.accuracy(model(held_out.inputs).argmax(-1), examples)
+    model = nnx.merge(trainer.graph, state.params, state.constants)
+    want = tasks.accuracy(nnx.jit(lambda model, x: model(x).argmax(-1))(model, held_out.inputs), examples)
     assert int(jax.jit(trainer._score)(held_out, state)) == round(22 * want)
 
 

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHUNK, IMPLEMENTATIONS, SMALL, make_inputs
+from cases import IMPLEMENTATIONS, Shape, make_inputs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference import call, cast_inputs
 from tolerances import FLOAT32, SAME, assert_close
 
 import qdelta_jax as qd
 from qdelta_jax import delta_rule, step
+
+SMALL = Shape(4, 10, 1, 2, 8, 6)
+CHUNK = 4
+"""Three chunks, the last one not full: smaller ones compile faster."""
 
 
 def inputs_of(name, shape=SMALL, seed=0, dtype=jnp.float32):
@@ -60,19 +64,19 @@ def test_vmap_over_a_stack_of_gates(implementation):
 def test_vmap_over_one_gate_alone():
     x = inputs_of("q_delta")
     betas = jnp.stack([x["gates"]["beta"], 0.5 * x["gates"]["beta"]])
-    f = lambda beta: call("q_delta", {**x, "gates": {**x["gates"], "beta": beta}}, chunk_size=CHUNK)  # noqa: E731
-    assert_close(jax.vmap(f)(betas), stack(f(betas[0]), f(betas[1])), SAME)
+    f = jax.jit(lambda beta: call("q_delta", {**x, "gates": {**x["gates"], "beta": beta}}, chunk_size=CHUNK))
+    assert_close(jax.jit(jax.vmap(f))(betas), stack(f(betas[0]), f(betas[1])), SAME)
 
 
 def test_vmap_over_segment_ids_and_of_step():
     x = inputs_of("kda", SMALL._replace(batch=1))
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, (3, 1, SMALL.length)), jnp.int32)
-    f = lambda i: call("kda", x, i, chunk_size=CHUNK)  # noqa: E731
-    assert_close(jax.vmap(f)(ids), stack(*[f(i) for i in ids]), SAME)
+    f = jax.jit(lambda i: call("kda", x, i, chunk_size=CHUNK))
+    assert_close(jax.jit(jax.vmap(f))(ids), stack(*[f(i) for i in ids]), SAME)
     token = jax.tree.map(lambda a: a[:, 0], {n: x[n] for n in (*"qkv", "gates")})
     state = jnp.stack([x["initial_state"], 2 * x["initial_state"]])
-    g = lambda s: step(s, *(token[n] for n in "qkv"), rule="kda", gates=token["gates"])  # noqa: E731
-    assert_close(jax.vmap(g)(state), stack(g(state[0]), g(state[1])), SAME)
+    g = jax.jit(lambda s: step(s, *(token[n] for n in "qkv"), rule="kda", gates=token["gates"]))
+    assert_close(jax.jit(jax.vmap(g))(state), stack(g(state[0]), g(state[1])), SAME)
 
 
 @pytest.mark.parametrize("name", ["q_delta"])
@@ -177,7 +181,7 @@ def test_memory_is_linear_in_length(name):
         pytest.skip("a GPU's matrix library takes workspace of any size")
 
     def temporaries(length):
-        f, x = gradient_of(name, length, chunk_size=32)
+        f, x = gradient_of(name, length, chunk_size=16)
         return jax.jit(f).lower(x).compile().memory_analysis().temp_size_in_bytes
 
     short, long = temporaries(4096), temporaries(8192)
@@ -219,8 +223,9 @@ def test_sharded_is_whole(cpu_devices):
     placed = jax.tree.map(lambda a: place(a, "data", None, "model"), {n: x[n] for n in (*"qkv", "gates")})
     placed["initial_state"] = place(x["initial_state"], "data", "model")
     placed_ids = place(ids, "data")
-    assert_close(f(placed, placed_ids), want, FLOAT32)
-    text = f.lower(placed, placed_ids).compile().as_text()
+    compiled = f.lower(placed, placed_ids).compile()
+    assert_close(compiled(placed, placed_ids), want, FLOAT32)
+    text = compiled.as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
 
@@ -258,7 +263,7 @@ def test_step_inside_shard_map(cpu_devices):
 
     split = PartitionSpec("data")
     got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split))(state, token)
-    assert_close(got, f(jnp.concatenate([state] * 4), token), SAME)
+    assert_close(got, jax.jit(f)(jnp.concatenate([state] * 4), token), SAME)
 
 
 def test_one_mapped_gate_in_the_form_of_an_accelerator(monkeypatch):
@@ -270,10 +275,11 @@ def test_one_mapped_gate_in_the_form_of_an_accelerator(monkeypatch):
         out, state = call("q_delta", {**inputs, "gates": {**inputs["gates"], "beta": beta}}, chunk_size=CHUNK)
         return jnp.sum(jnp.sin(out)) + jnp.sum(state)
 
-    want = [jax.value_and_grad(value)(beta) for beta in betas]
+    one = jax.jit(jax.value_and_grad(value))
+    want = [one(beta) for beta in betas]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     # Another jit cache entry than the CPU's form.
     jax.clear_caches()
-    got = jax.vmap(jax.value_and_grad(value))(betas)
+    got = jax.jit(jax.vmap(jax.value_and_grad(value)))(betas)
     jax.clear_caches()
     assert_close(got, stack(*want), SAME)
