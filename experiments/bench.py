@@ -24,6 +24,7 @@ import numpy as np
 import tyro
 
 import qdelta_jax as qd
+from experiments.store import as_written
 from tests.cases import SHAPES, Shape, make_cotangents, make_inputs
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,8 +33,19 @@ RULES = ("gated_delta_net", "q_delta", "kda", "gated_delta_net2")
 
 @dataclass(frozen=True)
 class Bench:
-    """rules: names. shape: a name in tests/cases.py. lengths: of the memory table. torch_python: an interpreter that
-    has torch (and transformers, fla) for the side-by-side run; scan: also time the token-by-token form."""
+    """What is measured.
+
+    Args:
+        rules: names in `qdelta_jax.RULES`.
+        shape: a name in tests/cases.py.
+        dtype: of q, k and v.
+        chunk_size: tokens of a chunk.
+        lengths: of the rows of the memory table.
+        repeats: calls that are timed.
+        scan: time the token-by-token form, too.
+        torch_python: an interpreter that has torch (and transformers, fla) for the side-by-side run.
+        out: name of the file in experiments/results.
+    """
 
     rules: tuple[str, ...] = RULES
     shape: str = "benchmark"
@@ -170,4 +182,4 @@ def beside_torch(python: str, shape: Shape, repeats: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(tyro.cli(Bench, description=as_written(__doc__)))

@@ -39,7 +39,7 @@ from experiments.bench import RESULTS, timed
 from experiments.bench_peer import PEERS, find_shape
 from experiments.device_time import device_time, repeats_for
 from experiments.plot_kernels import summary, table
-from experiments.store import CellStore, check_alive, describe, device_file, fingerprint, make_header
+from experiments.store import CellStore, as_written, check_alive, describe, device_file, fingerprint, make_header
 from tests.cases import KERNEL_SHAPES, SHAPES, Shape, gate_shape
 
 HEADS = 2
@@ -51,11 +51,24 @@ KEY = ("rule", "shape", "dtype", "implementation", "chunk_size", "residuals")
 
 @dataclass(frozen=True)
 class Bench:
-    """shapes: names in tests/cases.py. implementations: those of `delta_rule`, and "peer". minutes: no cell is begun
-    after that; the same command goes on with what is left. bandwidth: of the GPU's memory in TB/s, for the floor.
-    gradients: measure forward and backward, too; "kernels": "mosaic" with the gradient kernels.
-    peers: which variants of the peer. residuals: what "mosaic" saves for its gradient.
-    again: measure what is stored, too. threads: that compile. warm_peer: only fill Triton's cache. out: a folder."""
+    """What is measured, and for how long.
+
+    Args:
+        rules: names in `qdelta_jax.RULES`.
+        shapes: names in tests/cases.py.
+        implementations: those of `delta_rule`, and "peer".
+        dtype: of q, k and v.
+        chunk_size: of "xla"; the kernels know 64.
+        minutes: no cell is begun after that; the same command goes on with what is left.
+        bandwidth: of the GPU's memory in TB/s, for the floor.
+        gradients: measure forward and backward together, too; "kernels": "mosaic" with the gradient kernels.
+        residuals: what "mosaic" saves for its gradient.
+        peers: which variants of the peer.
+        again: measure what is stored, too.
+        threads: that compile.
+        warm_peer: only fill Triton's cache.
+        out: folder of the results.
+    """
 
     rules: tuple[str, ...] = tuple(qd.RULES)
     shapes: tuple[str, ...] = tuple(KERNEL_SHAPES)
@@ -322,4 +335,4 @@ def format_cell(cell: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(tyro.cli(Bench, description=as_written(__doc__)))

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 # Nearly all of the memory in one piece: a pool that grows is cut into pieces too small for the next program.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -44,7 +44,16 @@ from experiments.bench import RESULTS, time_steps
 from experiments.bench import RULES as MAIN_RULES
 from experiments.device_time import cheap_repeats, trace_time
 from experiments.plot_training import summary, table
-from experiments.store import OUT_OF_MEMORY, CellStore, check_alive, describe, device_file, fingerprint, make_header
+from experiments.store import (
+    OUT_OF_MEMORY,
+    CellStore,
+    as_written,
+    check_alive,
+    describe,
+    device_file,
+    fingerprint,
+    make_header,
+)
 from experiments.training_models import TRANSFORMER, default_family, make_config, step_flops
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.training.config import MeshConfig, OptimizerConfig
@@ -54,30 +63,48 @@ from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 
 KEY = (
     *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps"),
-    *("conv_implementation", "unroll"),
+    *("conv_implementation", "unroll", "residuals"),
 )
 """What tells one cell from another; a later measurement of the same replaces it."""
+
+COMPUTED = ("implementation", "conv_implementation", "unroll", "residuals")
+"""Of `ModelConfig`: how a model is computed."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """models: rules, and "transformer". sizes: in training_models.py. lengths: of a row. tokens: of a batch. sides:
-    "ours" and "peer". remat: policies of `ModelConfig`, in this order until one fits (the peer: only "none" and
-    "full"). family: of the preset, for all models. implementation, conv_implementation: of the rules and of their
-    convolutions. unroll: as in `ModelConfig`. packed: give the model segment ids
-    (a single segment), as training on packed text does. steps: that are timed. minutes: no cell is begun after that;
-    the same command goes on with what is left. peak: of the device in FLOP/s. again: measure what is stored, too. out:
-    a folder."""
+    """What is measured, and for how long.
+
+    Args:
+        models: names of rules, and "transformer".
+        sizes: names in experiments/training_models.py.
+        lengths: of a row, in tokens.
+        tokens: of a batch.
+        sides: "ours" and "peer".
+        remat: policies of `ModelConfig`, in this order until one fits (the peer: only "none" and "full").
+        family: of the preset, for all models; by default each model's own.
+        implementation: of the rules.
+        conv_implementation: of the short convolutions.
+        residuals: what the rules save for their gradients.
+        unroll: as in `ModelConfig`.
+        packed: give the model segment ids (a single segment), as training on packed text does.
+        steps: that are timed.
+        minutes: no cell is begun after that; the same command goes on with what is left.
+        peak: of the device in FLOP/s.
+        again: measure what is stored, too.
+        out: folder of the results.
+    """
 
     models: tuple[str, ...] = (*MAIN_RULES, TRANSFORMER)
     sizes: tuple[str, ...] = ("340m", "1.3b")
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536)
     tokens: int = 65536
     sides: tuple[str, ...] = ("ours", "peer")
-    remat: tuple[str, ...] = ("none", "dots", "delta_rule_states", "full")
+    remat: tuple[str, ...] = ("none", "activations", "dots", "delta_rule_states", "full")
     family: str | None = None
     implementation: str | None = None
-    conv_implementation: str | None = "xla"
+    conv_implementation: str | None = None
+    residuals: Literal["recompute", "keep"] = "recompute"
     unroll: int = 1
     packed: bool = False
     steps: int = 8
@@ -151,7 +178,7 @@ def check(bench: Bench) -> None:
     for size in bench.sizes:
         for model in bench.models:
             config = make_config(model, size, bench.family)
-            replace(config, conv_implementation=bench.conv_implementation, unroll=bench.unroll)
+            replace(config, **{name: getattr(bench, name) for name in COMPUTED})
 
 
 def arguments(bench: Bench) -> list[str]:
@@ -184,8 +211,7 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         "policies": policies,
         "packed": bench.packed and side == "ours",
         "steps": bench.steps,
-        "implementation": None if side == "peer" or model == TRANSFORMER else bench.implementation,
-        "conv_implementation": None if side == "peer" or model == TRANSFORMER else bench.conv_implementation,
+        **{name: None if side == "peer" or model == TRANSFORMER else getattr(bench, name) for name in COMPUTED},
         "unroll": None if side == "peer" else bench.unroll,
         "date": time.strftime("%Y-%m-%d"),
         "versions": bench_training_peer.versions() if side == "peer" else jax_versions(),
@@ -209,8 +235,8 @@ def measure(cell: dict[str, Any], begin: str | None, bench: Bench) -> dict[str, 
     policies = cell["policies"]
     for policy in policies[policies.index(begin) if begin else 0 :]:
         try:
-            own = () if cell["side"] == "fla" else ("implementation", "conv_implementation", "unroll")
-            changed = replace(config, remat=policy, **{name: cell[name] for name in own})
+            own = {name: cell[name] for name in COMPUTED if cell[name] is not None}
+            changed = replace(config, remat=policy, **own)
             numbers = attempt(changed, cell, bench.steps)
         except Exception as error:  # One cell fails, the others go on.
             failure, large = describe(error), is_out_of_memory(error)
@@ -310,4 +336,4 @@ def format_cell(cell: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench))
+    main(tyro.cli(Bench, description=as_written(__doc__)))

@@ -106,7 +106,7 @@ def main(options: Dynamics) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    write(path, table, plot)
+    write(path, "dynamics", table, plot)
     return result
 
 

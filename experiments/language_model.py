@@ -36,7 +36,7 @@ from experiments.language_training import Plan, Runner, plan_of
 from experiments.mqar_models import build
 from experiments.outcomes import Cell
 from experiments.plot_language import table
-from experiments.store import CellStore, device_file, make_header
+from experiments.store import CellStore, as_written, device_file, make_header
 from experiments.sweeps import (
     attempt,
     check_once,
@@ -47,7 +47,7 @@ from experiments.sweeps import (
     finish,
     run_command,
 )
-from experiments.texts import Text, load_text
+from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
 from qdelta_jax.training.data import Batch, batches, held_out_batches
@@ -62,13 +62,10 @@ HYBRIDS = ("gated_delta_net+window", "kda+window", "gated_delta_net2+window", "q
 
 @dataclass(frozen=True)
 class Grid:
-    """models: names, see experiments/language_models.py. corpus: a folder that experiments/corpus.py made; None for the
-    shipped text as bytes. rates: of the sweep. seeds: that are reported. length: of a row. tokens: of a run.
-    batch_tokens: of a step. minutes: no cell is begun after that. run_minutes: a run that takes longer fails. base: the
-    model whose weight all have."""
+    """What is trained; base: the model whose weight all have; other fields as in `Language`."""
 
     models: tuple[str, ...]
-    corpus: str | None
+    corpus: str
     rates: tuple[float, ...]
     seeds: int
     length: int
@@ -103,6 +100,7 @@ SMALL = ModelConfig(
     attention_heads=8,
     window=512,
     tie_embeddings=True,
+    embedding_gradient="product",
     dtype="bfloat16",
 )
 """vocab_size is that of the text."""
@@ -115,7 +113,7 @@ ORDER = (
 GRIDS = {
     "toy": Grid(
         models=("gated_delta_net", "q_delta", "kda", "gated_delta_net2", TRANSFORMER, "q_delta+window"),
-        corpus=None,
+        corpus=SHIPPED,
         rates=(3e-3, 6e-3, 1.2e-2),
         seeds=3,
         length=128,
@@ -142,7 +140,23 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Language:
-    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+    """What is not given is the grid's.
+
+    Args:
+        grid: what is trained where nothing else is said.
+        models: names, see experiments/language_models.py.
+        corpus: a folder that experiments/corpus.py made ("runs/corpus" in the full grid), or "shipped": the text that
+            ships with the library, as bytes (in the toy grid).
+        rates: learning rates of the sweep.
+        seeds: how many are reported.
+        length: of a row, in tokens.
+        tokens: of a run.
+        batch_tokens: of a step.
+        minutes: no cell is begun after that.
+        run_minutes: a run that takes longer fails.
+        again: train what is stored, too.
+        out: folder of the results.
+    """
 
     grid: Literal["toy", "full"] = "toy"
     models: tuple[str, ...] | None = None
@@ -235,4 +249,4 @@ def format_cell(cell: Cell) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, tyro.cli(Language, description=__doc__))
+    run_command(main, tyro.cli(Language, description=as_written(__doc__)))

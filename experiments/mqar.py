@@ -40,8 +40,17 @@ from experiments.bench import RESULTS
 from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
 from experiments.mqar_training import PARTS, Plan, Trainer
 from experiments.plot_mqar import rows, table
-from experiments.store import CellStore, device_file, make_header
-from experiments.sweeps import attempt, check_once, chosen_grid, complete, deterministic, finish, versions
+from experiments.store import CellStore, as_written, device_file, make_header
+from experiments.sweeps import (
+    attempt,
+    check_once,
+    chosen_grid,
+    complete,
+    deterministic,
+    finish,
+    run_command,
+    versions,
+)
 from experiments.training_models import TRANSFORMER, differing
 from qdelta_jax.models import ModelConfig
 
@@ -54,11 +63,7 @@ NEAR = 0.97
 
 @dataclass(frozen=True)
 class Grid:
-    """models: names of rules, with "+window" hybrids, and "transformer". widths: of the hidden state. settings: pairs
-    (length, pairs). rates: of the sweep. seeds: that are reported. vocab: keys and values. examples: to train on.
-    held_out: for validation, and as many for the test. tokens: of a run. batch_tokens: of a step. dtype: of the
-    computation. implementation: of the rules. together: runs that are trained at once by `jax.vmap`. minutes: no cell
-    is begun after that. run_minutes: a run that takes longer fails."""
+    """What is trained; embedding_gradient: as in `ModelConfig`; other fields as in `Mqar`."""
 
     models: tuple[str, ...]
     widths: tuple[int, ...]
@@ -72,6 +77,7 @@ class Grid:
     batch_tokens: int
     dtype: str
     implementation: str | None
+    embedding_gradient: str
     together: int
     minutes: float
     run_minutes: float
@@ -93,6 +99,7 @@ GRIDS = {
         batch_tokens=512,
         dtype="float32",
         implementation="xla",
+        embedding_gradient="scatter",
         together=1,
         minutes=15.0,
         run_minutes=10.0,
@@ -109,7 +116,8 @@ GRIDS = {
         tokens=50_000_000,
         batch_tokens=16384,
         dtype="float32",
-        implementation="xla",
+        implementation=None,
+        embedding_gradient="product",
         together=3,
         minutes=25.0,
         run_minutes=10.0,
@@ -119,7 +127,28 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Mqar:
-    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+    """What is not given is the grid's.
+
+    Args:
+        grid: what is trained where nothing else is said.
+        models: names of rules, with "+window" hybrids, "transformer" and "transformer+conv".
+        widths: of the hidden state.
+        settings: LENGTH PAIRS, once or more.
+        rates: learning rates of the sweep.
+        seeds: how many are reported.
+        vocab: keys and values.
+        examples: to train on.
+        held_out: examples for validation, and as many for the test.
+        tokens: of a run.
+        batch_tokens: of a step.
+        dtype: of the computation.
+        implementation: of the rules.
+        together: runs that are trained at once by `jax.vmap`.
+        minutes: no cell is begun after that.
+        run_minutes: a run that takes longer fails.
+        again: train what is stored, too.
+        out: folder of the results.
+    """
 
     grid: Literal["toy", "full"] = "toy"
     models: tuple[str, ...] | None = None
@@ -190,7 +219,8 @@ def resolve(options: Mqar) -> Grid:
 
 @cache
 def configure(model: str, width: int, grid: Grid) -> ModelConfig:
-    return make_config(model, width, vocab=grid.vocab, dtype=grid.dtype, implementation=grid.implementation)
+    computed = {name: getattr(grid, name) for name in ("dtype", "implementation", "embedding_gradient")}
+    return make_config(model, width, vocab=grid.vocab, **computed)
 
 
 def plan_of(grid: Grid, setting: tuple[int, int]) -> Plan:
@@ -257,4 +287,4 @@ def check_transformer(result: dict[str, Any], grid: Grid) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Mqar, description=__doc__))
+    run_command(main, tyro.cli(Mqar, description=as_written(__doc__)))

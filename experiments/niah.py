@@ -42,7 +42,7 @@ from experiments.mqar_models import CONVOLVED, build
 from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
 from experiments.outcomes import Cell
 from experiments.plot_niah import table
-from experiments.store import CellStore, device_file, make_header
+from experiments.store import CellStore, as_written, device_file, make_header
 from experiments.sweeps import (
     attempt,
     check_once,
@@ -53,7 +53,7 @@ from experiments.sweeps import (
     finish,
     run_command,
 )
-from experiments.texts import Text, load_text
+from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
 from qdelta_jax.tasks import NEEDLE_TASKS
@@ -68,14 +68,10 @@ TIMES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Grid:
-    """models: names, see experiments/language_models.py. corpus: a folder that experiments/corpus.py made; None for the
-    shipped text. bpe_size: of the tokenizer of the shipped text. rates: of the sweep. seeds: that are reported.
-    length: of a row. tokens: of a run. batch_tokens: of a step. documents: needle documents of each task. samples: of
-    the test, for each task and length. answer_weight: of a token of an answer. minutes: no cell is begun after that.
-    run_minutes: a run that takes longer fails. base: the model whose weight all have."""
+    """What is trained; base: the model whose weight all have; other fields as in `Niah`."""
 
     models: tuple[str, ...]
-    corpus: str | None
+    corpus: str
     bpe_size: int
     rates: tuple[float, ...]
     seeds: int
@@ -93,7 +89,7 @@ class Grid:
 GRIDS = {
     "toy": Grid(
         models=("gated_delta_net", CONVOLVED, "linear_attention"),
-        corpus=None,
+        corpus=SHIPPED,
         bpe_size=2048,
         rates=(6e-3,),
         seeds=1,
@@ -131,7 +127,27 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Niah:
-    """grid: "toy" or "full". again: train what is stored, too. out: a folder. Others: as in `Grid`, instead of its."""
+    """What is not given is the grid's.
+
+    Args:
+        grid: what is trained where nothing else is said.
+        models: names, see experiments/language_models.py.
+        corpus: a folder that experiments/corpus.py made ("runs/corpus" in the full grid), or "shipped": the text that
+            ships with the library (in the toy grid).
+        bpe_size: entries of a tokenizer that is made for the shipped text; 0: bytes. A corpus has its own: 0.
+        rates: learning rates of the sweep.
+        seeds: how many are reported.
+        length: of a row, in tokens.
+        tokens: of a run.
+        batch_tokens: of a step.
+        documents: needle documents of each task.
+        samples: of the test, for each task and length.
+        answer_weight: of a token of an answer.
+        minutes: no cell is begun after that.
+        run_minutes: a run that takes longer fails.
+        again: train what is stored, too.
+        out: folder of the results.
+    """
 
     grid: Literal["toy", "full"] = "toy"
     models: tuple[str, ...] | None = None
@@ -263,4 +279,4 @@ def format_cell(cell: Cell) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, tyro.cli(Niah, description=__doc__))
+    run_command(main, tyro.cli(Niah, description=as_written(__doc__)))

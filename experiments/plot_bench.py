@@ -5,11 +5,10 @@
 writes them as .md beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.tables import header, in_cell, line, number, ratio, write
+from experiments.tables import header, in_cell, line, number, ratio, run_plot, write
 
 PASSES = ("forward_ms", "forward_backward_ms")
 
@@ -62,8 +61,8 @@ def mib(size: int | None) -> str:
 
 
 def main(path: Path) -> None:
-    write(path, table)
+    write(path, "bench", table)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

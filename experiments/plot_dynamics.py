@@ -5,12 +5,11 @@
 writes the table as .md and the plot as .png beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from experiments.style import COLORS, pyplot
-from experiments.tables import header, line, number, save, write
+from experiments.tables import header, line, number, run_plot, save, write
 
 STYLES = {"written": "-", "erased": "--", "forgotten": ":"}
 
@@ -146,8 +145,8 @@ def _array(x: Any) -> Any:
 
 
 def main(path: Path) -> None:
-    write(path, table, plot)
+    write(path, "dynamics", table, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

@@ -5,12 +5,11 @@
 writes the table as .md and the plot as .png beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from experiments import style
-from experiments.tables import header, in_cell, line, number, ratio, save, write
+from experiments.tables import header, in_cell, line, number, ratio, run_plot, save, write
 
 COLORS = dict(zip(("mosaic", "xla", "peer"), style.COLORS, strict=False))
 
@@ -141,8 +140,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(path: Path) -> None:
-    write(path, text, plot)
+    write(path, "bench_kernels", text, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

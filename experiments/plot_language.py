@@ -5,14 +5,13 @@
 writes the tables as .md and the plot as .png beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from experiments.outcomes import GDN2, Q_DELTA, Claim, Ends, measured_alike, picked, remark, sections, verdict
 from experiments.style import COLORS, pyplot
-from experiments.tables import header, line, save, write
+from experiments.tables import header, line, run_plot, save, write
 from experiments.uncertainty import interval, paired
 
 REFERENCE = "gated_delta_net"
@@ -170,8 +169,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(path: Path) -> None:
-    write(path, table, plot)
+    write(path, "language_model", table, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

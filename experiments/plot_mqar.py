@@ -6,14 +6,13 @@ writes the table as .md and the plot as .png beside the file, from the file alon
 """
 
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from experiments.outcomes import picked, remark
 from experiments.style import COLORS, MARKERS, pyplot
-from experiments.tables import header, line, save, write
+from experiments.tables import header, line, run_plot, save, write
 from experiments.uncertainty import interval
 
 COLUMNS = (
@@ -152,8 +151,8 @@ def _curve(ax: Any, mine: list[tuple[float, dict[str, Any]]], model: str, number
 
 
 def main(path: Path) -> None:
-    write(path, table, plot)
+    write(path, "mqar", table, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

@@ -5,14 +5,13 @@
 writes the tables as .md and the plot as .png beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from experiments.outcomes import GDN2, Q_DELTA, Claim, measured_alike, picked, remark, sections, verdict
 from experiments.style import COLORS, MARKERS, pyplot
-from experiments.tables import header, line, save, write
+from experiments.tables import header, line, run_plot, save, write
 from experiments.uncertainty import interval, paired
 
 TITLES = {"s_niah_1": "S-NIAH-1", "s_niah_2": "S-NIAH-2", "s_niah_3": "S-NIAH-3", "mk_niah_1": "MK-NIAH-1"}
@@ -140,8 +139,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(path: Path) -> None:
-    write(path, table, plot)
+    write(path, "niah", table, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

@@ -5,12 +5,11 @@
 writes the table as .md and the plot as .png beside the file, from the file alone.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from experiments.style import COLORS, pyplot
-from experiments.tables import header, in_cell, line, number, save, write
+from experiments.tables import header, in_cell, line, number, run_plot, save, write
 
 COLUMNS = (
     "size",
@@ -29,11 +28,11 @@ COLUMNS = (
 )
 
 
-def rows(result: dict[str, Any]) -> dict[tuple[str, str, str], dict[int, dict[str, Any]]]:
-    """By size, model and side, then by length: of several cells (families, policies, batches) the fastest."""
-    found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
-    for cell in result["cells"]:
-        row = found.setdefault((cell["size"], cell["model"], cell["side"]), {})
+def rows(result: dict[str, Any]) -> dict[tuple[str, int, str, str], dict[int, dict[str, Any]]]:
+    """By size, tokens of a batch, model and side, then by length: of several cells (families, policies) the fastest."""
+    found: dict[tuple[str, int, str, str], dict[int, dict[str, Any]]] = {}
+    for cell in sorted(result["cells"], key=lambda cell: (cell["size"], cell["tokens"])):
+        row = found.setdefault((cell["size"], cell["tokens"], cell["model"], cell["side"]), {})
         known = row.get(cell["length"])
         if known is None or cell.get("tokens_per_s", 0) > known.get("tokens_per_s", 0):
             row[cell["length"]] = cell
@@ -45,9 +44,9 @@ def summary(result: dict[str, Any]) -> str:
     lengths = sorted({cell["length"] for cell in result["cells"]})
     peak = f"{result['peak_flops'] / 1e12:.0f} TFLOP/s"
     lines = [f"{result['device']}, thousands of tokens a second (model FLOPs in % of {peak})", ""]
-    lines += header(("size", "model", "side", *map(str, lengths)))
-    for names, row in rows(result).items():
-        lines.append(line((*names, *(short(row.get(length)) for length in lengths))))
+    lines += header(("size", "batch", "model", "side", *map(str, lengths)))
+    for (size, tokens, *names), row in rows(result).items():
+        lines.append(line((size, str(tokens), *names, *(short(row.get(length)) for length in lengths))))
     return "\n".join([*lines, ""])
 
 
@@ -75,8 +74,9 @@ def table(result: dict[str, Any]) -> str:
 def remark(cell: dict[str, Any]) -> str:
     parts = [f"preset {cell['family']}"]
     parts += [f"implementation {cell['implementation']}"] if cell["implementation"] else []
-    parts += [f"convolution {cell['conv_implementation']}"] if cell["conv_implementation"] not in (None, "xla") else []
+    parts += [f"convolution {cell['conv_implementation']}"] if cell["conv_implementation"] else []
     parts += [f"unroll {cell['unroll']}"] if cell["unroll"] not in (None, 1) else []
+    parts += ["residuals keep"] if cell["residuals"] == "keep" else []
     parts += ["packed"] if cell["packed"] else []
     parts += [cell["note"]] if "note" in cell else []
     parts += [f"too large: {', '.join(cell['too_large'])}"] if cell["too_large"] else []
@@ -90,18 +90,24 @@ def text(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """A column for each size: tokens a second above, utilisation below, over the length of a row."""
+    """A column for each size and batch: tokens a second above, utilisation below, over the length of a row."""
     plt = pyplot()
     found = rows(result)
-    sizes = list(dict.fromkeys(size for size, _, _ in found))
-    models = list(dict.fromkeys(model for _, model, _ in found))
+    columns = list(dict.fromkeys(names[:2] for names in found))
+    models = list(dict.fromkeys(model for _, _, model, _ in found))
     figure, axes = plt.subplots(
-        2, len(sizes), figsize=(1 + 5 * len(sizes), 7), sharex=True, squeeze=False, layout="constrained"
+        2,
+        len(columns),
+        figsize=(1 + 5 * len(columns), 7),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
     )
     handles: dict[str, Any] = {}
-    for column, size in enumerate(sizes):
-        for (other, model, side), row in found.items():
-            if other != size:
+    for column, (size, tokens) in enumerate(columns):
+        for (*own, model, side), row in found.items():
+            if tuple(own) != (size, tokens):
                 continue
             cells = [row[length] for length in sorted(row) if "tokens_per_s" in row[length]]
             style: dict[str, Any] = {
@@ -114,19 +120,19 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 handles.setdefault(f"{model} ({side})", drawn)
         for ax, name in zip(axes[:, column], ("tokens/s", "model FLOP utilisation"), strict=True):
             ax.set_xscale("log", base=2)
-            ax.set(ylabel=name, title=size)
+            ax.set(ylabel=name, title=f"{size}, batches of {tokens} tokens")
             ax.set_ylim(bottom=0)
             ax.grid(alpha=0.3)
         axes[1, column].set_xlabel("tokens of a row")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4 if len(sizes) > 1 else 2, fontsize=8)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4 if len(columns) > 1 else 2, fontsize=8)
     figure.suptitle(f"Training steps, {result['device']}")
     save(figure, path)
     plt.close(figure)
 
 
 def main(path: Path) -> None:
-    write(path, text, plot)
+    write(path, "bench_training", text, plot)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_plot(main)

@@ -35,13 +35,59 @@ def seeds(cells: list[dict[str, Any]]) -> str:
     return ", and ".join(filter(None, parts)) or "not stored"
 
 
-def config(names: tuple[str, ...], cells: list[dict[str, Any]]) -> str:
-    """Every field with the values that it has in some cell, in the order in which they come."""
-    found: dict[str, dict[str, None]] = {}
-    for cell in cells:
-        for name, value in leaves({name: cell[name] for name in names if name in cell}):
-            found.setdefault(name, {})[show(value)] = None
-    return "; ".join(f"{name} {' / '.join(values)}" for name, values in found.items())
+def config(names: tuple[str, ...], cells: list[dict[str, Any]], by: str = "model") -> list[str]:
+    """Lines with the settings of all cells: those that are the same in all, the values that each group of cells takes,
+    and what one group has and another has not.
+
+    Args:
+        names: fields of a cell; of dicts, all that they hold. Of two settings of one name the later counts.
+        cells: that were measured.
+        by: the field that tells the groups apart.
+
+    >>> config(("model", "rate", "layers"), [{"model": m, "rate": r, "layers": 2} for m in "ab" for r in (1, 2)])
+    ['- config: layers 2', '  - each model: rate 1 / 2', '  - model: a / b']
+    >>> cells = [{"model": "a", "heads": 4}, {"model": "b", "heads": 2}, {"model": "b", "heads": 1}]
+    >>> config(("model", "heads"), cells)
+    ['- config: by model', '  - a: heads 4', '  - b: heads 1 / 2']
+    """
+    flat = [dict(leaves({name: cell[name] for name in names if name in cell})) for cell in cells]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in flat:
+        groups.setdefault(show(cell[by]) if by in cell else "not stored", []).append(cell)
+    every = list(dict.fromkeys(name for cell in flat for name in cell if len(groups) < 2 or name != by))
+    if len(groups) < 2:
+        return [f"- config: {listed(every, flat) or 'not stored'}"]
+    found = {name: [taken(name, group) for group in groups.values()] for name in every}
+    shared = [name for name in every if all(set(values) == set(found[name][0]) for values in found[name])]
+    same = [name for name in shared if len(found[name][0]) == 1]
+    ranges = [name for name in shared if name not in same]
+    own = [name for name in every if name not in shared]
+    lines = [f"- config: {listed(same, flat) or f'by {by}'}"]
+    lines += [f"  - each {by}: {listed(ranges, flat)}"] if ranges else []
+    if not own:
+        return [*lines, f"  - {by}: {' / '.join(groups)}"]
+    return [*lines, *(f"  - {group}: {listed(own, inside) or 'as above'}" for group, inside in groups.items())]
+
+
+def listed(names: list[str], cells: list[dict[str, Any]]) -> str:
+    """Names with the values that they take; those that no cell has are left out."""
+    values = {name: taken(name, cells) for name in names if any(name in cell for cell in cells)}
+    return "; ".join(f"{name} {' / '.join(found)}" for name, found in values.items())
+
+
+def taken(name: str, cells: list[dict[str, Any]]) -> list[str]:
+    """The values of a setting, numbers by size, others as they come; many numbers as their range.
+
+    >>> taken("x", [{"x": 10}, {"x": 9}, {}]), taken("x", [{"x": n} for n in (5, 3, 1, 2, 4)])
+    (['9', '10', 'not stored'], ['1 to 5'])
+    """
+    values = [cell[name] for cell in cells if name in cell]
+    missing = ["not stored"] if len(values) < len(cells) else []
+    numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) < len(values):
+        return [*dict.fromkeys(map(show, values)), *missing]
+    found = list(map(show, sorted(set(numbers))))
+    return [*(found if len(found) < 5 else [f"{found[0]} to {found[-1]}"]), *missing]
 
 
 def leaves(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -7,8 +7,7 @@ A stored result belongs to the kind whose prefix its name begins with; a new kin
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,31 @@ from experiments import (
     plot_training,
 )
 from experiments.provenance import commands, config, seeds, stored_versions, versions
-from experiments.tables import Plot, Table, digest, draw, read, stamp_of
+from experiments.tables import Plot, Table, digest, draw, in_one_line, naming, read, stamp_of
 
 ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """prefixes: of the names of its files. title, question: of its sections. table, plot: made of a stored result.
-    config: fields of a cell that say what was measured. versions: of a cell. A result without cells is its own cell."""
+    """module: of experiments/, that stores it. prefixes: of the names of its files. title, question: of its sections.
+    table, plot: made of a stored result. config: fields of a cell that say what was measured. by: the one of them that
+    groups cells. versions: of a cell. A result without cells is its own cell."""
 
+    module: str
     prefixes: tuple[str, ...]
     title: str
     question: str
     table: Table
     plot: Plot | None
     config: tuple[str, ...] = ("model", "rate", "options", "config")
+    by: str = "model"
     versions: Callable[[dict[str, Any]], dict[str, Any]] = stored_versions
 
 
 KINDS = (
     Kind(
+        "bench_kernels",
         ("kernels_",),
         "GPU kernels",
         "How fast are the kernels beside XLA, the peer's kernels and the time that moving inputs and output takes? That"
@@ -55,25 +58,33 @@ KINDS = (
         plot_kernels.text,
         plot_kernels.plot,
         ("rule", "shape", "dtype", "implementation", "chunk_size", "ruler"),
+        "implementation",
     ),
     Kind(
+        "bench_training",
         ("training_",),
         "Training steps",
         "How fast does a whole model train, beside a Transformer and the peer's models?",
         plot_training.text,
         plot_training.plot,
-        ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps"),
+        (
+            *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation"),
+            *("conv_implementation", "unroll", "residuals", "steps"),
+        ),
+        "side",
     ),
     Kind(
+        "bench",
         ("bench_", "h200_long_"),
         "Chunked solver",
         "How fast is the chunked solver in plain JAX, and how much memory does its gradient take?",
         plot_bench.table,
         None,
         ("shape", "dtype", "chunk_size"),
-        plot_bench.versions,
+        versions=plot_bench.versions,
     ),
     Kind(
+        "mqar",
         ("mqar_",),
         "Associative recall",
         "How much does a memory of a given size recall, beside Transformers and hybrids of as many parameters?",
@@ -82,6 +93,7 @@ KINDS = (
         ("length", "pairs", "model", "rate", "options", "config"),
     ),
     Kind(
+        "niah",
         ("niah_",),
         "Needles",
         "Does a model find what it read, at the length it was trained at and beyond?",
@@ -89,6 +101,7 @@ KINDS = (
         plot_niah.plot,
     ),
     Kind(
+        "language_model",
         ("language_model_",),
         "Language models",
         "Which memory models real text best, and which orders of the papers are reproduced at this scale?",
@@ -96,6 +109,7 @@ KINDS = (
         plot_language.plot,
     ),
     Kind(
+        "dynamics",
         ("dynamics_",),
         "Dynamics of a memory",
         "What does the memory of a layer do while it reads held-out text?",
@@ -127,7 +141,7 @@ def main(options: Report) -> None:
         return
     for path, kind, result in collect(folder):
         if kind.plot is not None:
-            with naming(path, kind):
+            with naming(path, result, kind.module):
                 draw(result, kind.plot, path.with_suffix(".png"))
     out.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
@@ -167,7 +181,7 @@ def make_texts(folder: Path, out: Path) -> dict[Path, str]:
     texts = {}
     contents, sections = [], []
     for path, kind, result in collect(folder):
-        with naming(path, kind):
+        with naming(path, result, kind.module):
             table = kind.table(result)
             sections += [*section(path, kind, result, out), "", table]
         texts[path.with_suffix(".md")] = table
@@ -182,16 +196,6 @@ def make_texts(folder: Path, out: Path) -> dict[Path, str]:
         "",
     ]
     return {out: "\n".join([*intro, *contents, "", *sections]).rstrip("\n") + "\n", **texts}
-
-
-@contextmanager
-def naming(path: Path, kind: Kind) -> Iterator[None]:
-    """Errors of what is missing in a result name its file."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        got = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path.name}: got {got}, want what results of {kind.title!r} hold") from error
 
 
 def anchor(heading: str) -> str:
@@ -213,7 +217,7 @@ def section(path: Path, kind: Kind, result: dict[str, Any], out: Path) -> list[s
         f"- measured: {' to '.join(dict.fromkeys((dates[0], dates[-1])))}",
         *versions(kind.versions, cells),
         f"- seeds: {seeds(cells)}",
-        f"- config: {config(kind.config, cells) or 'not stored'}",
+        *config(kind.config, cells, kind.by),
     ]
     if "cells" in result:
         failed = sum("error" in cell or "both_error" in cell for cell in cells)
@@ -240,7 +244,4 @@ def find_stale(folder: Path, texts: dict[Path, str]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Report, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"ValueError: {error}") from error
+    in_one_line(main, tyro.cli(Report, description=__doc__))

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +56,11 @@ def make_header(module: str, device: str, out: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join([f"python -m experiments.{module}", *words]),
     }
+
+
+def as_written(text: str | None) -> str:
+    """A docstring as `tyro.cli` shows it line by line: of lines that begin with a letter it would make one."""
+    return indent((text or "").strip(), " ")
 
 
 def device_file(out: str, kind: str, device: str) -> Path:

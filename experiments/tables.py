@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import re
 import struct
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +55,12 @@ def read(path: Path) -> dict[str, Any]:
     """A stored result.
 
     Raises:
-        ValueError: with the file's name, if it is no JSON object.
+        ValueError: with the file's name, if it can't be read or is no JSON object.
     """
     try:
         result = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path.name}: got {error.strerror!r}, want a file that can be read") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name}: got {error}, want JSON") from error
     if not isinstance(result, dict):
@@ -63,16 +68,59 @@ def read(path: Path) -> dict[str, Any]:
     return result
 
 
-def write(path: Path, table: Table, plot: Plot | None = None) -> list[Path]:
-    """The table as .md and, where there is one, the plot as .png beside a stored result; prints the table."""
+@contextmanager
+def naming(path: Path, result: dict[str, Any], module: str) -> Iterator[None]:
+    """What is made inside of a stored result needs what experiments/MODULE.py stores.
+
+    Raises:
+        ValueError: with the file's name, if another experiment stored it, or something is missing in it.
+    """
+    wanted = f"want what `python -m experiments.{module}` stores"
+    found = re.match(r"python -m experiments\.(\w+)", str(result.get("command")))
+    if found and found[1] != module:
+        raise ValueError(f"{path.name}: got what `{found[0]}` stores, {wanted}")
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        got = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path.name}: got {got}, {wanted}") from error
+
+
+def write(path: Path, module: str, table: Table, plot: Plot | None = None) -> list[Path]:
+    """The table as .md and, where there is one, the plot as .png beside what experiments/MODULE.py stored; prints the
+    table.
+
+    Raises:
+        ValueError: with the file's name, if it holds something else.
+    """
     result = read(path)
     made = [path.with_suffix(".md")]
-    made[0].write_text(table(result))
-    if plot is not None:
-        made.append(path.with_suffix(".png"))
-        draw(result, plot, made[1])
-    print(f"{table(result)}\n{', '.join(map(str, made))}")
+    with naming(path, result, module):
+        text = table(result)
+        if plot is not None:
+            made.append(path.with_suffix(".png"))
+            draw(result, plot, made[1])
+    made[0].write_text(text)
+    print(f"{text}\n{', '.join(map(str, made))}")
     return made
+
+
+def run_plot(main: Callable[[Path], Any]) -> None:
+    """The command line of a module that shows one stored result."""
+    files = sys.argv[1:]
+    if len(files) != 1 or files[0].startswith("-"):
+        print(f"got {' '.join(files) or 'nothing'}, want one FILE.json of experiments/results", file=sys.stderr)
+        raise SystemExit(2)
+    in_one_line(main, Path(files[0]))
+
+
+def in_one_line(main: Callable[[Any], Any], argument: Any) -> None:
+    """main(argument); a ValueError becomes one line and exit status 2."""
+    try:
+        main(argument)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def draw(result: dict[str, Any], plot: Plot, path: Path) -> None:

@@ -11,6 +11,9 @@ from qdelta_jax.training import DataConfig
 from qdelta_jax.training.documents import Documents, load_corpus
 from qdelta_jax.training.vocabulary import BpeVocabulary, ByteVocabulary, load_vocabulary, train_bpe
 
+SHIPPED = "shipped"
+"""In place of a corpus: the text that ships with the library."""
+
 HELD_OUT = 0.05
 """Of the shipped text."""
 
@@ -43,16 +46,16 @@ class Text:
 
 
 @cache
-def load_text(corpus: str | None, bpe_size: int = 0) -> Text:
-    """The corpus of that folder, or for None the text that ships with the library.
+def load_text(corpus: str, bpe_size: int = 0) -> Text:
+    """The corpus of that folder, or the text that ships with the library.
 
     Args:
-        corpus: a folder that `python -m experiments.corpus` made.
+        corpus: a folder that `python -m experiments.corpus` made, or "shipped".
         bpe_size: of the shipped text: 0 for bytes, else a byte-pair encoding of so many tokens.
     Raises:
         ValueError: the folder has no corpus.
     """
-    if corpus is None:
+    if corpus == SHIPPED:
         loaded = load_corpus(DataConfig(held_out=HELD_OUT), seed=0)
         train, held_out = loaded.train.tokens, loaded.held_out.tokens
         vocabulary: BpeVocabulary | ByteVocabulary = ByteVocabulary()
@@ -67,7 +70,9 @@ def load_text(corpus: str | None, bpe_size: int = 0) -> Text:
             raise ValueError(f"bpe_size: got {bpe_size} with a corpus, want 0: it has a tokenizer")
         # There only while the files beside it belong together.
         if not (folder / "corpus.json").is_file():
-            raise ValueError(f"corpus: got {corpus!r}, want a folder made by `python -m experiments.corpus --out ..`")
+            raise ValueError(
+                f"corpus: got {corpus!r}, want {SHIPPED!r} or a folder made by `python -m experiments.corpus --out ..`"
+            )
         vocabulary = load_vocabulary(folder / "tokenizer.json")
         files, held_out_files = (str(folder / "train.bin"),), (str(folder / "held_out.bin"),)
         config = DataConfig(files=files, held_out_files=held_out_files, vocabulary="none", separator=vocabulary.end)

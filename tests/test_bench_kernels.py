@@ -1,7 +1,10 @@
 """The kernel benchmark counts bytes, measures errors, resumes and makes tables as it says."""
 
+import importlib
 import json
-from dataclasses import replace
+import re
+import runpy
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import jax
@@ -129,6 +132,25 @@ def test_forward_and_backward(tmp_path):
     want["log_decay"] = np.full((1, 3, 4), 4.0)
     found = errors(flat(made, want), want)
     assert found == {"gradient_error": pytest.approx(0.2), "decay_gradient_error": pytest.approx(0.5)}
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        *(("bench", "Bench"), ("bench_kernels", "Bench"), ("bench_training", "Bench")),
+        *(("mqar", "Mqar"), ("language_model", "Language"), ("niah", "Niah")),
+    ],
+)
+def test_help_keeps_lines_and_says_what_each_option_is(module, options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [module, "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module(f"experiments.{module}", run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    made = importlib.import_module(f"experiments.{module}")
+    assert {f" {line}" for line in made.__doc__.strip().splitlines() if line} <= set(shown)
+    options = getattr(made, options)
+    assert re.findall(r"^ {8}(\w+): ", options.__doc__, re.MULTILINE) == [x.name for x in fields(options)]
 
 
 def test_store_keeps_the_file_whole(tmp_path):

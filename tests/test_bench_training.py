@@ -159,17 +159,18 @@ def test_out_of_memory(tmp_path, monkeypatch, capsys):
     fits = {"delta_rule_states", "full"}
     tried = stub(monkeypatch, lambda config, cell: cell["model"] == "kda" and config.remat in fits)
     cells = bench_training.main(toy)["cells"]
-    policies = ["none", "dots", "delta_rule_states"]
+    policies = ["none", "activations", "dots", "delta_rule_states"]
     kda = [("kda", 4, policy) for policy in policies] + [("kda", 16, "delta_rule_states")]
-    assert tried[:4] == kda
-    assert tried[4:] == [(TRANSFORMER, 4, policy) for policy in ("none", "dots", "full")] + [(TRANSFORMER, 16, "full")]
+    assert tried[:5] == kda
+    others = ["none", "activations", "dots", "full"]
+    assert tried[5:] == [(TRANSFORMER, 4, policy) for policy in others] + [(TRANSFORMER, 16, "full")]
     assert [cell["length"] for cell in cells] == [4, 16, 4, 16]
     assert [cell["remat"] for cell in cells[:2]] == ["delta_rule_states"] * 2
-    assert [cell["too_large"] for cell in cells] == [policies[:2], [], ["none", "dots", "full"], ["full"]]
+    assert [cell["too_large"] for cell in cells] == [policies[:3], [], others, ["full"]]
     assert [cell.get("error") for cell in cells] == [None, None, "out of memory", "out of memory"]
-    assert "| tiny | transformer | qdelta_jax | out of memory | out of memory |" in capsys.readouterr().out
+    assert "| tiny | 16 | transformer | qdelta_jax | out of memory | out of memory |" in capsys.readouterr().out
     bench_training.main(toy)
-    assert len(tried) == 8
+    assert len(tried) == 10
 
 
 def test_another_failure_is_no_reason_to_go_on(tmp_path, monkeypatch):
@@ -274,6 +275,7 @@ CELL = {
         "implementation": None,
         "conv_implementation": None,
         "unroll": 1,
+        "residuals": "recompute",
         "remat": "dots",
         "too_large": ["none"],
     },
@@ -287,6 +289,7 @@ STORED = {
         {**CELL, "length": 65536, "tokens_per_s": 1e5, "compile_s": 31.5},
         {**CELL, "remat": "full", "tokens_per_s": 1.0, "packed": True},
         {**CELL, "side": "fla", "too_large": []},
+        {**CELL, "tokens": 4096, "tokens_per_s": 9e5},
         {k: v for k, v in {**CELL, "model": TRANSFORMER, "error": "bad | kernel"}.items() if k != "tokens_per_s"},
     ],
 }
@@ -294,9 +297,10 @@ STORED = {
 
 def test_table_from_a_stored_file():
     text = plot_training.summary(STORED)
-    assert "| 340m | kda | qdelta_jax | 123.5 (45%) | 100.0 (45%) |" in text
-    assert "| 340m | kda | fla | 123.5 (45%) |  |" in text
-    assert "| 340m | transformer | qdelta_jax | failed |  |" in text
+    assert "| 340m | 65536 | kda | qdelta_jax | 123.5 (45%) | 100.0 (45%) |" in text
+    assert "| 340m | 65536 | kda | fla | 123.5 (45%) |  |" in text
+    assert "| 340m | 4096 | kda | qdelta_jax | 900.0 (45%) |  |" in text
+    assert "| 340m | 65536 | transformer | qdelta_jax | failed |  |" in text
     text = plot_training.table(STORED)
     row = "| 340m | kda | qdelta_jax | 1 x 65536 | 100000 | 0.45 | 530 |  | 3 | 31.5 | dots | 9 |"
     assert f"{row} preset gated_delta_net2; too large: none |" in text

@@ -107,7 +107,7 @@ def make_standin(rngs):
 
 
 def test_every_model_sees_the_same_tokens():
-    text, runs = load_text(None), plan(length=32, tokens=64 * PARTS, batch_tokens=64, run_minutes=1.0)
+    text, runs = load_text("shipped"), plan(length=32, tokens=64 * PARTS, batch_tokens=64, run_minutes=1.0)
     one, again, other = (
         training(text, 1, runs),
         training(text, 1, replace(runs, run_minutes=2.0)),
@@ -216,8 +216,14 @@ def test_bad_options_are_refused(changes, message):
         resolve(replace(TOY, **changes))
 
 
+def test_the_full_grid_can_take_the_shipped_text():
+    grid = resolve(Language("full", models=("kda",), corpus="shipped"))
+    assert load_text(grid.corpus).name.startswith("shakespeare ")
+    assert resolve(Language("full", models=("kda",))).corpus == "runs/corpus"
+
+
 def test_a_folder_without_corpus_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"corpus: got .* want a folder made by"):
+    with pytest.raises(ValueError, match=r"corpus: got .* want 'shipped' or a folder made by"):
         load_text(str(tmp_path))
 
 

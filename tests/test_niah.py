@@ -21,7 +21,7 @@ LENGTH = 900
 
 @pytest.fixture(scope="module")
 def text():
-    return load_text(None)
+    return load_text("shipped")
 
 
 def test_rows_are_documents_with_weights_on_answers(text):

@@ -1,12 +1,14 @@
 """The page of results holds every table with what it comes from, and what is stale or unknown is found."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import dynamics, plot_mqar, report, tables
+from experiments.provenance import config
 from experiments.report import ROOT, Report, find_stale, main, make_texts
 
 WHEN = {"date": "2026-01-02", "versions": {"jax": "1.2", "flax": "0.9"}}
@@ -23,7 +25,7 @@ RECALL = {
 STEP = {
     **{"model": "kda", "side": "qdelta_jax", "size": "340m", "family": "kda", "length": 64, "tokens": 128},
     **{"policies": ["none"], "remat": "none", "too_large": [], "packed": False, "implementation": None, "steps": 2},
-    **{"conv_implementation": None, "unroll": 1},
+    **{"conv_implementation": None, "unroll": 1, "residuals": "recompute"},
     **{"tokens_per_s": 2000.0, "utilisation": 0.5, **WHEN},
 }
 MEASURED = {"mean": [0.5], "quantile_0.5": [0.625], "bins_from_to": [0.0, 1.0], "tokens_in_bins": [[1, 0, 3]]}
@@ -174,15 +176,58 @@ def test_a_measurement_in_progress_is_left_alone(folder):
         ("[1]", "got a list, want a JSON object"),
         (
             json.dumps({"device": "x", "cells": [{**RECALL, "sweep": False}, 3]}),
-            "got TypeError: .*want what results of 'Assoc",
+            "got TypeError: .*want what `python -m experiments.mqar` stores",
         ),
-        (json.dumps({"cells": [RECALL]}), "got no 'device', want what results of 'Associative recall' hold"),
+        (json.dumps({"cells": [RECALL]}), "got no 'device', want what `python -m experiments.mqar` stores"),
     ],
 )
 def test_a_broken_file_is_named(folder, text, message):
     (folder / "mqar_x.json").write_text(text)
     with pytest.raises(ValueError, match=rf"^mqar_x.json: {message}"):
         read_page(folder)
+
+
+def test_settings_are_those_of_their_cells():
+    """What all have in common, what each model was tried with, and what is a model's own."""
+    cells = [{**RECALL, "rate": rate, "config": {"layers": 2, "heads": heads}} for rate in (2, 1) for heads in range(5)]
+    cells += [{**cell, "model": "gla", "config": {"layers": 2, "window": 9}} for cell in cells]
+    cells += [{**RECALL, "model": "gla", "rate": 1, "config": {"layers": 2}}]
+    assert config(("model", "length", "rate", "config"), cells) == [
+        "- config: length 16; layers 2",
+        "  - each model: rate 1 / 2",
+        "  - kda: heads 0 to 4",
+        "  - gla: window 9 / not stored",
+    ]
+    assert config(("seed",), []) == ["- config: not stored"]
+
+
+@pytest.mark.parametrize("command", [plot_mqar.main, lambda path: main(Report(str(path.parent), str(path)))])
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (RESULTS["kernels_x"], "got what `python -m experiments.bench_kernels` stores, want what `python -m .*mqar` s"),
+        ({"device": "x"}, "got no '(date|rows|cells)', want what `python -m experiments.mqar` stores"),
+        (None, "got 'No such file or directory', want a file that can be read"),
+    ],
+)
+def test_a_file_of_another_kind_ends_in_one_line(command, result, message, tmp_path, capsys):
+    path = tmp_path / "mqar_x.json"
+    if result is None:
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        path.write_text(json.dumps(result))
+    with pytest.raises(SystemExit) as ended:
+        tables.in_one_line(command, path)
+    assert ended.value.code == 2
+    assert re.fullmatch(rf"mqar_x.json: {message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("given", [[], ["--help"], ["a", "b"]])
+def test_a_plot_command_takes_one_file(given, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["x", *given])
+    with pytest.raises(SystemExit, match="2"):
+        tables.run_plot(print)
+    assert "want one FILE.json" in capsys.readouterr().err
 
 
 def test_what_a_figure_misses_is_named(tmp_path):
