@@ -110,7 +110,7 @@ def test_every_section_says_where_it_comes_from(folder):
     assert "| 1x64x2 | kda | bfloat16 | 0.125 | 0.25 |  |  | 2.00 |  |" in kernels
     assert "| mosaic (chunks of 64) | 0.375 | 0.5 | 0.125 | 3.00 |" in kernels
     assert "- measurements: 2, 1 failed\n" in section_of(page, "Training steps")
-    assert "| 340m | kda | qdelta_jax | 2.0 (50%) |" in section_of(page, "Training steps")
+    assert "| 340m | 128 | kda | qdelta_jax | 2.0 (50%) |" in section_of(page, "Training steps")
     bench = section_of(page, "Chunked solver")
     assert "- versions: jax 1.4; torch 2.9\n" in bench
     assert "HV=4, K=8, V=9, float32, chunks of 16" in bench
