@@ -2,13 +2,14 @@
 
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Shape, round_to
+from cases import Shape, make_inputs, round_to
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from reference import call, cast, cast_inputs, gradients, loop
 from tolerances import KERNEL, KERNEL_GRADIENT, relative_error
@@ -143,3 +144,26 @@ def poisoned(inputs: dict, ids: np.ndarray) -> dict:
     poison = lambda x: np.where((ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), np.nan, x)  # noqa: E731
     gates = {n: poison(x) for n, x in inputs["gates"].items()}
     return {**{n: poison(inputs[n]) for n in "qkv"}, "gates": gates, "initial_state": inputs["initial_state"]}
+
+
+LENGTH, HEADS = 1 << 22, 5
+"""More tokens than 65,535 chunks hold, and with 128 channels more than 2^31 numbers; a head alone has fewer."""
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def one_head(name, index):
+    """The numbers of tests/cases.py for a few tokens, over and over, in another order for each head."""
+    inputs = cast_inputs(rounded(make_inputs(name, Shape(1, 509, 1, 1, 128, 128)), jnp.bfloat16), jnp.bfloat16)
+    tokens = (jnp.arange(LENGTH) * (index + 1)) % 509
+    along = lambda x: x[:, tokens]  # noqa: E731
+    return {
+        **{n: along(inputs[n]) for n in "qkv"},
+        "gates": {n: along(x) for n, x in inputs["gates"].items()},
+        "initial_state": inputs["initial_state"],
+    }
+
+
+def all_heads(name):
+    parts = [one_head(name, index) for index in range(HEADS)]
+    state = jnp.concatenate([x.pop("initial_state") for x in parts], 1)
+    return {**jax.tree.map(lambda *x: jnp.concatenate(x, 2), *parts), "initial_state": state}

@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 from cases import CORE, RULE_NAMES, Shape, gate_shape, make_cotangents, make_inputs
 from flax import nnx
-from kernels import ON_GPU, SEGMENTED, SMALL, any_machine, check_gradients, poisoned, run_kernels, segments
+from kernels import (
+    HEADS,
+    ON_GPU,
+    SEGMENTED,
+    SMALL,
+    all_heads,
+    any_machine,
+    check_gradients,
+    one_head,
+    poisoned,
+    run_kernels,
+    segments,
+)
 from reference import call, cast_inputs
 from tolerances import (
     FLOAT32_DECAY,
@@ -300,3 +312,28 @@ def test_many_blocks_twice(name):
     jax.tree.map(np.testing.assert_array_equal, first, second)
     errors = jax.tree.map(relative_error, first, gradient("xla")(inputs))
     assert max(jax.tree.leaves(errors)) <= KERNEL_GRADIENT_16_DECAY, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gated_delta_net", "gla"])
+def test_more_than_2_31_elements(name):
+    """The gradients of a head among others are those of the head alone. v stands for the cotangent."""
+
+    @jax.jit
+    def run(inputs):
+        return jax.vjp(lambda x: call(name, x, implementation="mosaic")[0], inputs)[1](inputs["v"])[0]
+
+    with by_kernels():
+        whole = run(all_heads(name))
+        for index in (0, HEADS - 1):
+            alone = run(one_head(name, index))
+            state = relative_error(whole["initial_state"][:, index], alone["initial_state"][:, 0])
+            ones = [(whole[n], alone[n]) for n in "qkv"] + [(whole["gates"][n], x) for n, x in alone["gates"].items()]
+            errors = [
+                float(jnp.linalg.norm(_one(x, index) - _one(y, 0)) / jnp.linalg.norm(_one(y, 0))) for x, y in ones
+            ]
+            assert max(float(state), *errors) <= KERNEL_GRADIENT_16_DECAY, errors
+
+
+def _one(x, head):
+    return x[:, :, head].astype(F32)

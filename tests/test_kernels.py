@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from cases import Shape, every_rule, every_structure, make_cotangents, make_inputs
 from kernels import (
+    HEADS,
     INTERPRET,
+    LENGTH,
     ON_GPU,
     QUICK,
     SEGMENTED,
     SMALL,
+    all_heads,
     check_gradients,
     check_values,
+    one_head,
     poisoned,
     rounded,
     run_kernels,
@@ -201,32 +205,12 @@ def test_repeated_runs_are_equal(name):
 @pytest.mark.parametrize("name", ["gated_delta_net", "gla"])
 def test_more_than_2_31_elements(name):
     """More tokens, too, than 65,535 chunks. A head alone is small enough for offsets of 32 bits."""
-    length, heads = 1 << 22, 5
-    head = Shape(1, length, 1, 1, 128, 128)
-    assert length * heads * 128 > 1 << 31
-
-    @partial(jax.jit, static_argnums=0)
-    def one(index):
-        """The numbers of tests/cases.py for a few tokens, over and over, in another order for each head."""
-        inputs = cast_inputs(rounded(make_inputs(name, head._replace(length=509)), BF16), BF16)
-        tokens = (jnp.arange(length) * (index + 1)) % 509
-        along = lambda x: x[:, tokens]  # noqa: E731
-        return {
-            **{n: along(inputs[n]) for n in "qkv"},
-            "gates": {n: along(x) for n, x in inputs["gates"].items()},
-            "initial_state": inputs["initial_state"],
-        }
-
-    def all_heads():
-        parts = [one(index) for index in range(heads)]
-        state = jnp.concatenate([x.pop("initial_state") for x in parts], 1)
-        return {**jax.tree.map(lambda *x: jnp.concatenate(x, 2), *parts), "initial_state": state}
-
+    assert LENGTH * HEADS * 128 > 1 << 31
     with run_kernels():
         run = jax.jit(partial(call, name, implementation="mosaic"))
-        out, state = run(all_heads())
-        for index in (0, heads - 1):
-            want, end = run(one(index))
+        out, state = run(all_heads(name))
+        for index in (0, HEADS - 1):
+            want, end = run(one_head(name, index))
             error = jnp.linalg.norm((out[:, :, index] - want[:, :, 0]).astype(F32)) / jnp.linalg.norm(want.astype(F32))
             assert float(error) <= KERNEL["bfloat16"]
             assert relative_error(state[:, index], end[:, 0]) <= KERNEL["bfloat16"]
