@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 import qdelta_jax as qd
-from experiments.store import as_written
+from experiments.store import as_written, run_command
 from tests.cases import SHAPES, Shape, make_cotangents, make_inputs
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,6 +59,7 @@ class Bench:
 
 
 def main(bench: Bench) -> dict[str, Any]:
+    check(bench)
     shape = SHAPES[bench.shape]
     device = jax.devices()[0].device_kind
     result: dict[str, Any] = {
@@ -86,6 +87,22 @@ def main(bench: Bench) -> dict[str, Any]:
     (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
     print(f"stored in {RESULTS / name}")
     return result
+
+
+def check(bench: Bench) -> None:
+    """Before anything is measured.
+
+    Raises:
+        ValueError: a bad value.
+    """
+    for name, values, known in (("rules", bench.rules, tuple(qd.RULES)), ("shape", (bench.shape,), tuple(SHAPES))):
+        strange = sorted(set(values) - set(known))
+        if strange or not values:
+            raise ValueError(f"{name}: got {strange or 'none'}, want some of {known}")
+    for name in ("chunk_size", "lengths", "repeats"):
+        value = getattr(bench, name)
+        if not all(x > 0 for x in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{name}: got {value}, want numbers above 0")
 
 
 def measure(rule: str, shape: Shape, bench: Bench) -> dict[str, Any]:
@@ -182,4 +199,4 @@ def beside_torch(python: str, shape: Shape, repeats: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench, description=as_written(__doc__)))
+    run_command(main, tyro.cli(Bench, description=as_written(__doc__)))

@@ -39,7 +39,16 @@ from experiments.bench import RESULTS, timed
 from experiments.bench_peer import PEERS, find_shape
 from experiments.device_time import device_time, repeats_for
 from experiments.plot_kernels import summary, table
-from experiments.store import CellStore, as_written, check_alive, describe, device_file, fingerprint, make_header
+from experiments.store import (
+    CellStore,
+    as_written,
+    check_alive,
+    describe,
+    device_file,
+    fingerprint,
+    make_header,
+    run_command,
+)
 from tests.cases import KERNEL_SHAPES, SHAPES, Shape, gate_shape
 
 HEADS = 2
@@ -123,15 +132,20 @@ def check(bench: Bench) -> None:
     """Before anything is measured.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a bad value.
     """
     labels = tuple(dict.fromkeys(peer.label for of in PEERS.values() for peer in of))
     shapes, implementations = (*KERNEL_SHAPES, *SHAPES), ("scan", "xla", "mosaic", "peer")
     known = {"rules": tuple(qd.RULES), "shapes": shapes, "implementations": implementations, "peers": labels}
     for name, names in known.items():
         strange = sorted(set(getattr(bench, name)) - set(names))
-        if strange:
-            raise ValueError(f"{name}: got {strange}, want some of {names}")
+        if strange or not getattr(bench, name):
+            raise ValueError(f"{name}: got {strange or 'none'}, want some of {names}")
+    if not bench.minutes >= 0:
+        raise ValueError(f"minutes: got {bench.minutes}, want 0 or more")
+    for name in ("chunk_size", "bandwidth", "threads"):
+        if not getattr(bench, name) > 0:
+            raise ValueError(f"{name}: got {getattr(bench, name)}, want a number above 0")
 
 
 def make_cells(rule: str, shape: str, bench: Bench) -> list[dict[str, Any]]:
@@ -335,4 +349,4 @@ def format_cell(cell: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench, description=as_written(__doc__)))
+    run_command(main, tyro.cli(Bench, description=as_written(__doc__)))

@@ -53,8 +53,9 @@ from experiments.store import (
     device_file,
     fingerprint,
     make_header,
+    run_command,
 )
-from experiments.training_models import TRANSFORMER, default_family, make_config, step_flops
+from experiments.training_models import SIZES, TRANSFORMER, default_family, make_config, step_flops
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.training.config import MeshConfig, OptimizerConfig
 from qdelta_jax.training.data import Batch
@@ -147,6 +148,8 @@ def main(bench: Bench) -> dict[str, Any]:
                 check_alive()
     print(f"\n{summary(store.result)}\n{table(store.result)}\nstored in {store.path.name}")
     rest = f"{left} cells are left: the same command goes on" if left else "nothing is left"
+    if "peer" in bench.sides:
+        rest = without_peer(bench) or rest
     print(f"{' and '.join(bench.sides)}: {rest}", flush=True)
     return store.result
 
@@ -160,8 +163,9 @@ def check(bench: Bench) -> None:
     for name, values, known in (("sides", bench.sides, ("ours", "peer")), ("remat", bench.remat, Bench.remat)):
         if not values or set(values) - set(known):
             raise ValueError(f"{name}: got {values}, want some of {known}")
-    if not bench.models:
-        raise ValueError(f"models: got none, want rules or {TRANSFORMER!r}")
+    for name in ("models", "sizes", "lengths"):
+        if not getattr(bench, name):
+            raise ValueError(f"{name}: got none, want one or more")
     for model in bench.models:
         if model != TRANSFORMER and model not in qd.RULES:
             raise ValueError(f"models: got {model!r}, want {TRANSFORMER!r} or one of {tuple(qd.RULES)}")
@@ -176,9 +180,21 @@ def check(bench: Bench) -> None:
         if length < 1 or bench.tokens % length:
             raise ValueError(f"lengths: got {length}, want a divisor of tokens = {bench.tokens}")
     for size in bench.sizes:
+        if size not in SIZES:
+            raise ValueError(f"sizes: got {size!r}, want some of {SIZES}")
         for model in bench.models:
             config = make_config(model, size, bench.family)
             replace(config, **{name: getattr(bench, name) for name in COMPUTED})
+
+
+def without_peer(bench: Bench) -> str:
+    """Why none of these models is measured on the peer's side; empty if some are."""
+    models, policies = tuple(bench_training_peer.PEERS), bench_training_peer.POLICIES
+    if not set(models) & set(bench.models):
+        return f"skipped, the peer has none of these models, only {models}"
+    if not set(policies) & set(bench.remat):
+        return f"skipped, the peer has none of these policies of remat, only {policies}"
+    return "" if bench_training_peer.can_run() else "skipped, the peer cannot run here"
 
 
 def arguments(bench: Bench) -> list[str]:
@@ -200,7 +216,7 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
     policies = [x for x in bench.remat if model != TRANSFORMER or x != "delta_rule_states"]
     if side == "peer":
         policies = [x for x in bench.remat if x in bench_training_peer.POLICIES]
-        if model not in bench_training_peer.PEERS or not policies or not bench_training_peer.can_run():
+        if without_peer(replace(bench, models=(model,))):
             return []
     cell = {
         "model": model,
@@ -336,4 +352,4 @@ def format_cell(cell: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Bench, description=as_written(__doc__)))
+    run_command(main, tyro.cli(Bench, description=as_written(__doc__)))

@@ -36,7 +36,7 @@ from experiments.language_training import Plan, Runner, plan_of
 from experiments.mqar_models import build
 from experiments.outcomes import Cell
 from experiments.plot_language import table
-from experiments.store import CellStore, as_written, device_file, make_header
+from experiments.store import CellStore, as_written, device_file, make_header, run_command
 from experiments.sweeps import (
     attempt,
     check_once,
@@ -45,7 +45,6 @@ from experiments.sweeps import (
     complete,
     deterministic,
     finish,
-    run_command,
 )
 from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER

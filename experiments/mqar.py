@@ -40,7 +40,7 @@ from experiments.bench import RESULTS
 from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
 from experiments.mqar_training import PARTS, Plan, Trainer
 from experiments.plot_mqar import rows, table
-from experiments.store import CellStore, as_written, device_file, make_header
+from experiments.store import CellStore, as_written, device_file, make_header, run_command
 from experiments.sweeps import (
     attempt,
     check_once,
@@ -48,7 +48,6 @@ from experiments.sweeps import (
     complete,
     deterministic,
     finish,
-    run_command,
     versions,
 )
 from experiments.training_models import TRANSFORMER, differing

@@ -42,7 +42,7 @@ from experiments.mqar_models import CONVOLVED, build
 from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_rows, prepare, questions, training
 from experiments.outcomes import Cell
 from experiments.plot_niah import table
-from experiments.store import CellStore, as_written, device_file, make_header
+from experiments.store import CellStore, as_written, device_file, make_header, run_command
 from experiments.sweeps import (
     attempt,
     check_once,
@@ -51,7 +51,6 @@ from experiments.sweeps import (
     complete,
     deterministic,
     finish,
-    run_command,
 )
 from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER

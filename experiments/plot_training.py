@@ -43,7 +43,8 @@ def summary(result: dict[str, Any]) -> str:
     """Thousands of tokens a second and the utilisation, a column for each length, in markdown."""
     lengths = sorted({cell["length"] for cell in result["cells"]})
     peak = f"{result['peak_flops'] / 1e12:.0f} TFLOP/s"
-    lines = [f"{result['device']}, thousands of tokens a second (model FLOPs in % of {peak})", ""]
+    which = "whatever was kept for the gradient, the fastest"
+    lines = [f"{result['device']}, thousands of tokens a second (model FLOPs in % of {peak}); {which}", ""]
     lines += header(("size", "batch", "model", "side", *map(str, lengths)))
     for (size, tokens, *names), row in rows(result).items():
         lines.append(line((size, str(tokens), *names, *(short(row.get(length)) for length in lengths))))

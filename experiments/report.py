@@ -137,7 +137,8 @@ def main(options: Report) -> None:
         stale = find_stale(folder, texts)
         if stale:
             names = ", ".join(os.path.relpath(path) for path in stale)
-            raise ValueError(f"stale: {names}; python -m experiments.report makes them again")
+            raise ValueError(f"stale: {names}; the same command without --check makes them again")
+        print("nothing is stale")
         return
     for path, kind, result in collect(folder):
         if kind.plot is not None:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
@@ -61,6 +61,14 @@ def make_header(module: str, device: str, out: str) -> dict[str, Any]:
 def as_written(text: str | None) -> str:
     """A docstring as `tyro.cli` shows it line by line: of lines that begin with a letter it would make one."""
     return indent((text or "").strip(), " ")
+
+
+def run_command(main: Callable[[Any], Any], options: Any) -> None:
+    """Of the command line: bad options end in one line."""
+    try:
+        main(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def device_file(out: str, kind: str, device: str) -> Path:

@@ -125,14 +125,6 @@ def finish(store: CellStore, table: Callable[[dict[str, Any]], str], left: int) 
     print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
 
 
-def run_command(main: Callable[[Any], Any], options: Any) -> None:
-    """Of the command line: bad options end in one line."""
-    try:
-        main(options)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-
-
 def _run(
     store: CellStore, cells: list[Cell], measure: Callable[[list[Cell]], list[Cell]], until: float, together: int
 ) -> int:

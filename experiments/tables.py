@@ -60,11 +60,11 @@ def read(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"{path.name}: got {error.strerror!r}, want a file that can be read") from error
+        raise ValueError(f"{path}: got {error.strerror!r}, want a file that can be read") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: got {error}, want JSON") from error
+        raise ValueError(f"{path}: got {error}, want JSON") from error
     if not isinstance(result, dict):
-        raise ValueError(f"{path.name}: got a {type(result).__name__}, want a JSON object")
+        raise ValueError(f"{path}: got a {type(result).__name__}, want a JSON object")
     return result
 
 
@@ -73,17 +73,20 @@ def naming(path: Path, result: dict[str, Any], module: str) -> Iterator[None]:
     """What is made inside of a stored result needs what experiments/MODULE.py stores.
 
     Raises:
-        ValueError: with the file's name, if another experiment stored it, or something is missing in it.
+        ValueError: with the file's name, if another experiment stored it, or something is missing or broken in it.
     """
     wanted = f"want what `python -m experiments.{module}` stores"
     found = re.match(r"python -m experiments\.(\w+)", str(result.get("command")))
     if found and found[1] != module:
-        raise ValueError(f"{path.name}: got what `{found[0]}` stores, {wanted}")
+        raise ValueError(f"{path}: got what `{found[0]}` stores, {wanted}")
+    for name in ("cells", "rows"):
+        if result.get(name) == []:
+            raise ValueError(f"{path}: got no {name}, {wanted}")
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         got = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path.name}: got {got}, {wanted}") from error
+        raise ValueError(f"{path}: got {got}, {wanted}") from error
 
 
 def write(path: Path, module: str, table: Table, plot: Plot | None = None) -> list[Path]:
@@ -108,6 +111,10 @@ def write(path: Path, module: str, table: Table, plot: Plot | None = None) -> li
 def run_plot(main: Callable[[Path], Any]) -> None:
     """The command line of a module that shows one stored result."""
     files = sys.argv[1:]
+    if {"-h", "--help"} & set(files):
+        usage = f"usage: python -m experiments.{Path(sys.argv[0]).stem} FILE.json"
+        print(f"{usage}\n\n{(sys.modules[main.__module__].__doc__ or '').strip()}")
+        return
     if len(files) != 1 or files[0].startswith("-"):
         print(f"got {' '.join(files) or 'nothing'}, want one FILE.json of experiments/results", file=sys.stderr)
         raise SystemExit(2)

@@ -66,13 +66,13 @@ def load_text(corpus: str, bpe_size: int = 0) -> Text:
         name = "shakespeare"
     else:
         folder = Path(corpus)
-        if bpe_size:
-            raise ValueError(f"bpe_size: got {bpe_size} with a corpus, want 0: it has a tokenizer")
         # There only while the files beside it belong together.
         if not (folder / "corpus.json").is_file():
             raise ValueError(
                 f"corpus: got {corpus!r}, want {SHIPPED!r} or a folder made by `python -m experiments.corpus --out ..`"
             )
+        if bpe_size:
+            raise ValueError(f"bpe_size: got {bpe_size} with a corpus, want 0: it has a tokenizer")
         vocabulary = load_vocabulary(folder / "tokenizer.json")
         files, held_out_files = (str(folder / "train.bin"),), (str(folder / "held_out.bin"),)
         config = DataConfig(files=files, held_out_files=held_out_files, vocabulary="none", separator=vocabulary.end)

@@ -158,21 +158,31 @@ def check_count(name: str, count: Any) -> int:
 
 
 def own_values(config: Any) -> None:
-    """NumPy's numbers and dtypes in the fields of a frozen dataclass become Python's numbers and names, which JSON can
-    hold; those in tuples, too. For the first line of `__post_init__`."""
+    """NumPy's numbers, arrays and dtypes, and lists, in the fields of a frozen dataclass become Python's numbers,
+    tuples and names, which JSON can hold. For the first line of `__post_init__`.
+
+    Raises:
+        ValueError: True or False is wanted, and something else came.
+    """
     for field in fields(config):
         value = getattr(config, field.name)
         own = _own(value)
+        if field.name.endswith("dtype") and isinstance(own, type | jnp.bfloat16.__class__):
+            own = jnp.dtype(own).name
         if own is not value:
             object.__setattr__(config, field.name, own)
+        if field.type is bool and not isinstance(own, bool):
+            raise ValueError(f"{field.name}: got {own!r}, want True or False")
 
 
 def _own(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return value.name
-    if isinstance(value, tuple) and any(isinstance(x, np.generic) for x in value):
-        return tuple(map(_own, value))
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.longdouble):
+        return float(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return _own(value.tolist()) if value.shape else value.item()
+    return tuple(map(_own, value)) if isinstance(value, list | tuple) else value
 
 
 def check_precision(precision: Any, dtype: Any) -> Any:

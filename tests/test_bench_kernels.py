@@ -240,3 +240,25 @@ def test_peers_take_our_gates():
         assert len({peer.label for peer in peers}) == len(peers)
         for peer in peers:
             assert set(peer.gates) == set(RULES[name].gates)
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("bench_kernels --rules foo", r"rules: got \['foo'\], want some of .*"),
+        ("bench_kernels --shapes", "shapes: got none, want some of .*"),
+        ("bench_kernels --chunk-size 0", "chunk_size: got 0, want a number above 0"),
+        ("bench_kernels --minutes -1", "minutes: got -1.0, want 0 or more"),
+        ("bench --rules foo", r"rules: got \['foo'\], want some of .*"),
+        ("bench --rules", "rules: got none, want some of .*"),
+        ("bench --shape foo", r"shape: got \['foo'\], want some of .*"),
+        ("bench --lengths 8 0", r"lengths: got \(8, 0\), want numbers above 0"),
+        ("bench --repeats 0", "repeats: got 0, want numbers above 0"),
+    ],
+)
+def test_bad_options_end_in_one_line(command, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", command.split())
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"experiments.{command.split()[0]}", run_name="__main__")
+    assert re.fullmatch(message, ended.value.code)

@@ -1,6 +1,8 @@
 """The training benchmark counts operations, falls back when memory ends, resumes and makes tables as it says."""
 
 import json
+import re
+import runpy
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -316,3 +318,37 @@ def test_plot(tmp_path, capsys):
     plot_training.main(path)
     assert path.with_suffix(".md").read_text().strip() in capsys.readouterr().out
     assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--remat activation", r"remat: got \('activation',\), want some of .*"),
+        ("--unroll 0", "unroll: got 0.*"),
+        ("--sizes tinny", r"sizes: got 'tinny', want some of \('tiny', '340m', '1.3b'\)"),
+        ("--lengths 33", "lengths: got 33, want a divisor of tokens = 65536"),
+        ("--models foo", "models: got 'foo', want .*"),
+        ("--sizes", "sizes: got none, want one or more"),
+        ("--lengths", "lengths: got none, want one or more"),
+    ],
+)
+def test_bad_options_end_in_one_line(given, message, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["bench_training", *given.split(), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("experiments.bench_training", run_name="__main__")
+    assert re.fullmatch(message, ended.value.code)
+
+
+def test_a_peer_that_is_skipped_is_said_to_be(tmp_path, monkeypatch, capsys):
+    toy = replace(TOY, sides=("peer",), out=str(tmp_path))
+    monkeypatch.setattr(bench_training_peer, "can_run", lambda: False)
+    for changes, message in (
+        ({"models": ("kda",)}, "the peer cannot run here"),
+        ({"models": ("q_delta",)}, "the peer has none of these models, only ('gated_delta_net', 'kda')"),
+        ({"models": ("kda",), "remat": ("dots",)}, "the peer has none of these policies of remat, only"),
+    ):
+        assert bench_training.main(replace(toy, **changes))["cells"] == []
+        shown = capsys.readouterr().out
+        assert f"peer: skipped, {message}" in shown
+        assert "nothing is left" not in shown

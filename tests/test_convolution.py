@@ -1,5 +1,7 @@
 """The short convolution against a loop over tokens: packing, padding, caches, gradients."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,7 +110,10 @@ def test_module():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="width: got 0"):
-        ShortConvolution(3, 0, rngs=nnx.Rngs(0))
+    for given, message in (((3, 0), "width: got 0"), ((0, 2), "channels: got 0, want")):
+        with pytest.raises(ValueError, match=message):
+            ShortConvolution(*given, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"x: got shape \(1, 5, 3\) and dtype int32, want floating"):
+        inspect.unwrap(ShortConvolution.__call__)(ShortConvolution(3, rngs=nnx.Rngs(0)), jnp.ones((1, 5, 3), jnp.int32))
     with pytest.raises(ValueError, match=r"cache: got shape \(1, 2, 3\), want \[B,W-1,C\] = \(1, 3, 3\)"):
         short_convolution(jnp.ones((1, 5, 3)), jnp.ones((4, 3)), cache=jnp.ones((1, 2, 3)))

@@ -158,7 +158,9 @@ def test_bad_arguments(x, kernel, runs, dtype, message):
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
 def test_bad_inputs_of_the_layer(implementation):
     layer = ShortConvolution(128, implementation=implementation, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"x: got shape \(2, 9, 256\), want \[B,T,C\] with C = 128"):
+    with pytest.raises(
+        ValueError, match=r"x: got shape \(2, 9, 256\) and dtype float32, want floating \[B,T,C\] with C = 128"
+    ):
         layer(jnp.ones((2, 9, 256)))
 
 

@@ -316,10 +316,13 @@ def test_config_round_trip():
 def test_numpy_values_of_a_config_become_its_own():
     """Past the annotations, which conftest.py has checked before __post_init__ is asked."""
     model = {
-        "unroll": np.int64(3),
-        "norm_eps": np.float32(0.5),
-        "qk_norm": np.bool_(True),
-        "dtype": np.dtype("float32"),
+        **{
+            "unroll": np.int64(3),
+            "norm_eps": np.float32(0.5),
+            "qk_norm": np.bool_(True),
+            "rope_theta": np.longdouble(2),
+        },
+        **{"dtype": np.dtype("float32"), "conv_implementation": np.array("xla")},
     }
     for made, given in (
         (config(), {**model, "pattern": (np.str_("rule"),)}),
@@ -330,7 +333,32 @@ def test_numpy_values_of_a_config_become_its_own():
         made.__post_init__()
         assert json.loads(json.dumps(dataclasses.asdict(made)))
         assert {name: getattr(made, name) for name in given} == given
-        assert not any(isinstance(x, np.generic | np.dtype) for x in vars(made).values())
+        assert not any(isinstance(x, np.generic | np.dtype | np.ndarray) for x in vars(made).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("pattern", ["rule", "window"], ("rule", "window")),
+        ("pattern", np.array(["rule"]), ("rule",)),
+        ("dtype", jnp.bfloat16, "bfloat16"),
+        ("param_dtype", np.float16, "float16"),
+    ],
+)
+def test_lists_and_types_of_a_config_become_its_own(name, given, wanted):
+    made = config()
+    vars(made)[name] = given
+    made.__post_init__()
+    assert getattr(made, name) == wanted
+
+
+@pytest.mark.parametrize("made", [config(), config().mixer("rule"), config().mixer("window")])
+def test_a_flag_is_a_flag(made):
+    made = dataclasses.replace(made)
+    name = next(field.name for field in dataclasses.fields(made) if field.type is bool)
+    vars(made)[name] = "no"
+    with pytest.raises(ValueError, match=f"{name}: got 'no', want True or False"):
+        made.__post_init__()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +366,7 @@ def test_numpy_values_of_a_config_become_its_own():
     [
         ({"width": 0}, "width: got 0"),
         ({"vocab_size": -1}, "vocab_size: got -1"),
-        ({"pattern": ()}, r"pattern: got \(\), want one or more of"),
+        ({"pattern": ()}, r"pattern: got \(\), want a tuple of one or more of"),
         ({"pattern": ("rule", "conv")}, r"pattern: got \('rule', 'conv'\)"),
         ({"rule": "delta"}, "rule: got 'delta'"),
         ({"value_heads": 3}, "value_heads: got 3, want a multiple of heads = 2"),

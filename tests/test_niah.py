@@ -195,3 +195,9 @@ def test_the_full_grid():
     full = GRIDS["full"]
     assert full.seeds >= 3
     assert {"gated_delta_net", "q_delta", "kda", "gated_delta_net2", "transformer"} <= set(full.models)
+
+
+def test_a_corpus_that_is_not_there_is_what_is_refused():
+    """Whatever is said of a tokenizer."""
+    with pytest.raises(ValueError, match=r"^corpus: got 'shiped', want 'shipped' or a folder"):
+        niah.main(Niah(corpus="shiped"))

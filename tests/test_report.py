@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import dynamics, plot_mqar, report, tables
+from experiments import (
+    dynamics,
+    plot_bench,
+    plot_kernels,
+    plot_language,
+    plot_mqar,
+    plot_niah,
+    plot_training,
+    report,
+    tables,
+)
 from experiments.provenance import config
 from experiments.report import ROOT, Report, find_stale, main, make_texts
 
@@ -127,15 +137,21 @@ def test_every_section_says_where_it_comes_from(folder):
     assert "beta a" not in dynamics_
 
 
-def test_made_again_nothing_changes_and_what_is_stale_is_found(folder):
+def test_made_again_nothing_changes_and_what_is_stale_is_found(folder, capsys):
     for name in ("training_x", "dynamics_x", "kernels_x"):
         (folder / f"{name}.json").unlink()
     options = Report(str(folder), str(folder.parent / f"{folder.name}_page" / "page.md"))
     page, check = Path(options.out), Report(options.results, options.out, check=True)
-    with pytest.raises(ValueError, match=r"stale: .*page\.md, .*bench_x\.md, .*mqar_x\.md, .*mqar_x\.png; "):
+    with pytest.raises(
+        ValueError,
+        match=r"stale: .*page\.md, .*bench_x\.md, .*mqar_x\.md, .*mqar_x\.png; the same command without --check",
+    ):
         main(check)
     assert not page.exists()
     main(options)
+    capsys.readouterr()
+    main(check)
+    assert capsys.readouterr().out == "nothing is stale\n"
     assert f"](../{folder.name}/mqar_x.png)" in page.read_text()
     made = {path: path.read_bytes() for path in (page, *folder.iterdir())}
     assert len(made) == 6
@@ -183,7 +199,7 @@ def test_a_measurement_in_progress_is_left_alone(folder):
 )
 def test_a_broken_file_is_named(folder, text, message):
     (folder / "mqar_x.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"^mqar_x.json: {message}"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(folder))}/mqar_x.json: {message}"):
         read_page(folder)
 
 
@@ -219,10 +235,10 @@ def test_a_file_of_another_kind_ends_in_one_line(command, result, message, tmp_p
     with pytest.raises(SystemExit) as ended:
         tables.in_one_line(command, path)
     assert ended.value.code == 2
-    assert re.fullmatch(rf"mqar_x.json: {message}.*\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"{re.escape(str(path))}: {message}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("given", [[], ["--help"], ["a", "b"]])
+@pytest.mark.parametrize("given", [[], ["--rows"], ["a", "b"]])
 def test_a_plot_command_takes_one_file(given, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x", *given])
     with pytest.raises(SystemExit, match="2"):
@@ -233,7 +249,7 @@ def test_a_plot_command_takes_one_file(given, monkeypatch, capsys):
 def test_what_a_figure_misses_is_named(tmp_path):
     result = {key: x for key, x in RESULTS["dynamics_x"].items() if key != "activity_per_key_channel"}
     (tmp_path / "dynamics_x.json").write_text(json.dumps(result))
-    with pytest.raises(ValueError, match=r"^dynamics_x.json: got no 'activity_per_key_channel', want"):
+    with pytest.raises(ValueError, match=r"/dynamics_x.json: got no 'activity_per_key_channel', want"):
         main(Report(str(tmp_path), str(tmp_path.parent / "x.md")))
     with pytest.raises(ValueError, match=r"results: got .*nowhere, want a folder"):
         main(Report(str(tmp_path / "nowhere")))
@@ -283,3 +299,36 @@ def test_a_plot_command_makes_what_the_report_makes(folder, tmp_path, capsys):
             (folder / f"{name}.json").unlink()
     main(Report(str(folder), str(tmp_path.parent / "other.md")))
     assert {suffix: (folder / f"mqar_x{suffix}").read_bytes() for suffix in (".md", ".png")} == made
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *((module, "cells") for module in (plot_kernels, plot_language, plot_mqar, plot_niah, plot_training)),
+        (plot_bench, "rows"),
+    ],
+)
+def test_a_result_without_cells_is_named(module, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = Path("some") / "x.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"device": "x", name: []}))
+    monkeypatch.setattr("sys.argv", ["x", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        tables.run_plot(module.main)
+    assert re.fullmatch(rf"some/x.json: got no {name}, want what `python .*` stores\n", capsys.readouterr().err)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_number_that_no_figure_can_show_names_the_file(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"device": "x", "peak_flops": 1e15, "cells": [{**STEP, "length": 0}]}))
+    with pytest.raises(ValueError, match=r"/x.json: got ZeroDivisionError: .*, want what"):
+        plot_training.main(path)
+
+
+def test_a_plot_command_shows_its_usage(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["folder/plot_mqar.py", "--help"])
+    tables.run_plot(plot_mqar.main)
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m experiments.plot_mqar FILE.json\n\nThe table and the plot of")

@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
-from qdelta_jax.checks import check_segment_ids
+from qdelta_jax.checks import check_count, check_segment_ids
 from qdelta_jax.kept import activation
 from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
@@ -157,8 +157,8 @@ class ShortConvolution(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if width < 1:
-            raise ValueError(f"width: got {width}, want at least 1")
+        check_count("channels", channels)
+        check_count("width", width)
         if activation not in ("silu", None):
             raise ValueError(f"activation: got {activation!r}, want 'silu' or None")
         check_conv_implementation(implementation, "implementation")
@@ -201,8 +201,9 @@ class ShortConvolution(nnx.Module):
         cache: Float[Array, "b n c"] | None = None,
     ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"] | None]:
         """y [B, T, C] and the new cache, None without one. Arguments as in `short_convolution`."""
-        if x.ndim != 3 or x.shape[2] != self.channels:
-            raise ValueError(f"x: got shape {x.shape}, want [B,T,C] with C = {self.channels}")
+        if getattr(x, "ndim", None) != 3 or x.shape[2] != self.channels or not jnp.issubdtype(x.dtype, jnp.floating):
+            got = f"shape {x.shape} and dtype {x.dtype}" if hasattr(x, "dtype") else type(x).__name__
+            raise ValueError(f"x: got {got}, want floating [B,T,C] with C = {self.channels}")
         if segment_ids is not None:
             check_segment_ids(segment_ids, x.shape[:2])
         if cache is None and self._kernel_runs(x):

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
+from pallas_kernels.mesh import vary, varying
 from qdelta_jax.layers.linear import wider
 
 __all__ = ["GRADIENTS", "lookup"]
@@ -18,7 +19,7 @@ GRADIENTS = ("scatter", "product")
 
 
 def lookup(
-    table: Float[Array, "vocab width"], tokens: Int[Array, "*lead"], dtype: Any, gradient: str = "scatter"
+    table: Float[Array, "vocab width"], tokens: Integer[Array, "*lead"], dtype: Any, gradient: str = "scatter"
 ) -> Float[Array, "*lead width"]:
     """y_t = table[tokens_t], in `dtype`; a token outside of the table reads the nearest row.
 
@@ -28,11 +29,23 @@ def lookup(
         dtype: of the result.
         gradient: "scatter" adds the gradient of each token to its row: T D additions, on a GPU in another order in
             every run. "product" multiplies with one-hot rows: 2 T V D operations, the same numbers in every run;
-            sums are in the wider of the two dtypes, derivatives in reverse mode only.
+            sums are in the wider of the two dtypes, derivatives in reverse mode only. An infinite gradient of a token
+            reaches its channel in all rows.
+    Raises:
+        ValueError: no table, tokens that are no integers, another gradient.
     """
-    if gradient == "product":
-        return _by_product(table, jnp.clip(tokens, 0, table.shape[0] - 1), jnp.dtype(dtype))
-    return _rows(table, tokens, dtype)
+    if getattr(table, "ndim", None) != 2 or 0 in table.shape:
+        raise ValueError(f"table: got {getattr(table, 'shape', type(table).__name__)}, want [V, D], no axis empty")
+    if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: got {getattr(tokens, 'dtype', type(tokens).__name__)}, want an integer array")
+    if gradient not in GRADIENTS:
+        raise ValueError(f"gradient: got {gradient!r}, want one of {GRADIENTS}")
+    # Before another dtype: a table may have more rows than 8 bits can number.
+    last = min(table.shape[0] - 1, int(jnp.iinfo(tokens.dtype).max))
+    tokens = jnp.clip(tokens, 0, last).astype(jnp.int32)
+    if gradient == "scatter":
+        return _rows(table, tokens, dtype)
+    return _by_product(vary(table, varying(tokens)), tokens, jnp.dtype(dtype))
 
 
 def _rows(table: Array, tokens: Array, dtype: Any) -> Array:
@@ -53,7 +66,10 @@ def _backward(dtype: Any, saved: tuple[Array, Array], d_y: Array) -> tuple[Array
     tokens, empty = saved
     tokens, d_y = tokens.reshape(-1), d_y.reshape(-1, d_y.shape[-1])
     width, wide = d_y.shape[1], wider(d_y.dtype, empty.dtype)
-    if d_y.dtype == jnp.float32:
+    if jax.default_backend() == "cpu":
+        # 16-bit operands have no float32 sums there in every form of a product.
+        d_y = d_y.astype(wide)
+    elif d_y.dtype == jnp.float32:
         d_y = _in_16_bits(d_y)
     # One-hot rows are exact in any dtype.
     chosen = jax.nn.one_hot(tokens, empty.shape[0], dtype=d_y.dtype)

@@ -52,8 +52,8 @@ class ModelConfig:
     init_gain: None for LeCun normal projections, else Xavier uniform with this gain.
     norm_eps: of every RMSNorm.
     dtype, param_dtype: of the computation and of the parameters.
-    embedding_gradient: "scatter", or "product": the same numbers in every run on a GPU, and quick under XLA's options
-        for that (a few thousand tokens in the vocabulary); see `qdelta_jax.layers.embedding.lookup`.
+    embedding_gradient: "scatter", or "product": the same numbers in every run on a GPU, for a vocabulary of up to some
+        ten thousand tokens; see `qdelta_jax.layers.embedding.lookup`.
     remat: what is kept for the gradient, one of `REMAT`.
     unroll: how many patterns one turn of the scan over layers takes. As many as there are: no scan, and nothing is
         copied into and out of stacked arrays, but the program and the time to compile it grow with depth.
@@ -113,8 +113,8 @@ class ModelConfig:
         if self.init_gain is not None:
             check_number("init_gain", self.init_gain, "a finite number, or None")
         check_decay_lower_bound(self.decay_lower_bound)
-        if not self.pattern or any(kind not in KINDS for kind in self.pattern):
-            raise ValueError(f"pattern: got {self.pattern}, want one or more of {KINDS}")
+        if not isinstance(self.pattern, tuple) or not self.pattern or any(kind not in KINDS for kind in self.pattern):
+            raise ValueError(f"pattern: got {self.pattern}, want a tuple of one or more of {KINDS}")
         for name, choices in (
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
