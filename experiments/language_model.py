@@ -12,7 +12,8 @@ The same seed gives the same numbers on the same machine.
 Budget. Runs of a model: rates + seeds = 6 (toy), 5 (full).
     toy     2 cores: 6 models = 36 runs of 0.2M tokens, 5 to 30 s each: 6 minutes
     full    one H200: 23 models = 115 runs of 25M tokens (0.6 of the corpus), 39M parameters. A run may take 10
-            minutes and is expected to take 20 to 40 s, and a model 30 s to compile: 3 minutes for a model
+            minutes and is expected to take 60 s (760 steps; gated_delta_net took 79 ms for one), and a model 30 s to
+            compile: 5.5 minutes for a model, two hours in all. With less time: `--tokens 10000000 --rates 2e-3`
 Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.
 
 Results go to experiments/results/language_model_DEVICE.json after each cell; what is stored there with the same options

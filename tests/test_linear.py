@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from tolerances import SAME, assert_close
 
-from qdelta_jax.layers.linear import Linear, LowRank, wider, xavier_uniform
+from qdelta_jax.layers.linear import Linear, LowRank, product, wider, xavier_uniform
 from qdelta_jax.layers.partitioning import constrain, shardings, spec
 
 
@@ -54,6 +54,27 @@ def test_out_dtype_is_not_rounded_on_the_way():
     layer = Linear(2, 1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer.kernel.set_value(jnp.asarray([[256.0], [1.0]]))
     assert float(layer(jnp.ones((1, 2)), out_dtype=jnp.float32)[0, 0]) == 257.0
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_gradient_of_a_wider_sum_is_rounded_first(axis):
+    """All three products have 16-bit operands, and the gradients are those of a sum that is rounded afterwards."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (2, 5, 4), "kernel": (4, 3) if axis == 0 else (3, 4), "d_y": (2, 5, 3)}
+    x, kernel, d_y = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes.values())
+    finer = d_y.astype(jnp.float32) * (1 + 2.0**-12)  # rounds to d_y
+
+    def gradients(out_dtype, d_y):
+        return jax.vjp(lambda x, kernel: product(x, kernel, axis=axis, out_dtype=out_dtype), x, kernel)[1](d_y)
+
+    assert_close(gradients(jnp.float32, finer), gradients(None, d_y), 0.0)
+    found = jax.make_jaxpr(lambda d_y: gradients(jnp.float32, d_y))(finer).jaxpr.eqns
+    operands = [
+        {v.aval.dtype for v in equation.invars} for equation in found if equation.primitive.name == "dot_general"
+    ]
+    assert operands == [{jnp.dtype(jnp.bfloat16)}] * 3
+    again = jax.hessian(lambda x: jnp.sum(product(x, kernel, axis=axis, out_dtype=jnp.float32) ** 2))(x)
+    assert again.shape == (*x.shape, *x.shape)
 
 
 def test_wider():

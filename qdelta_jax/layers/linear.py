@@ -1,13 +1,16 @@
 """Linear layers, and how arrays of different precision meet in them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
 
+from pallas_kernels.mesh import vary, varying
 from qdelta_jax.kept import activation
 from qdelta_jax.layers.partitioning import Axes, partitioned
 
@@ -38,8 +41,40 @@ def widened(x: Array) -> Array:
 
 
 def product(x: Array, kernel: Array, *, axis: int = 0, out_dtype: Any = None) -> Array:
-    """sum_i x[.., i] kernel[i, :], or kernel[:, i] for `axis` 1; both of one dtype, the sum in `out_dtype`."""
-    return lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), preferred_element_type=out_dtype or x.dtype)
+    """sum_i x[.., i] kernel[i, :], or kernel[:, i] for `axis` 1; both of one dtype, the sum in `out_dtype`.
+
+    Of 16-bit operands the gradient of a wider sum is rounded before it meets them, as that of any other sum is:
+    products with a float32 gradient would take three times as long. Derivatives are then in reverse mode, of any order.
+    """
+    wide = jnp.dtype(out_dtype or x.dtype)
+    if wide != x.dtype and x.dtype.itemsize == 2:
+        return _widening(vary(x, varying(kernel)), vary(kernel, varying(x)), axis, wide)
+    return _product(x, kernel, axis, wide)
+
+
+def _product(x: Array, kernel: Array, axis: int, out_dtype: Any) -> Array:
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (axis,)), ((), ())), preferred_element_type=out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _widening(x: Array, kernel: Array, axis: int, out_dtype: Any) -> Array:
+    return _product(x, kernel, axis, out_dtype)
+
+
+def _widening_forward(x: Array, kernel: Array, axis: int, out_dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, kernel, axis, out_dtype), (x, kernel)
+
+
+def _widening_backward(axis: int, out_dtype: Any, saved: tuple[Array, Array], d_y: Array) -> tuple[Array, Array]:
+    x, kernel = saved
+    d_y = d_y.astype(x.dtype)
+    lead = tuple(range(x.ndim - 1))
+    pair = (x, d_y) if axis == 0 else (d_y, x)
+    d_kernel = lax.dot_general(*pair, ((lead, lead), ((), ())), preferred_element_type=kernel.dtype)
+    return _product(d_y, kernel, 1 - axis, x.dtype), d_kernel
+
+
+_widening.defvjp(_widening_forward, _widening_backward)
 
 
 class Linear(nnx.Module):
