@@ -51,6 +51,7 @@ from experiments.sweeps import (
     versions,
 )
 from experiments.training_models import TRANSFORMER, differing
+from qdelta_jax import tasks
 from qdelta_jax.models import ModelConfig
 
 KEY = ("model", "width", "length", "pairs", "rate", "seed", "options")
@@ -200,7 +201,9 @@ def resolve(options: Mqar) -> Grid:
         if getattr(grid, name) < 1:
             raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
     check_once(models=grid.models, widths=grid.widths, settings=grid.settings, rates=grid.rates)
-    for length, _ in grid.settings:
+    for length, pairs in grid.settings:
+        # One row, which says what the task cannot be; otherwise every run would.
+        tasks.mqar(1, seed=0, length=length, pairs=pairs, vocab_size=grid.vocab)
         if grid.batch_tokens % length or grid.examples < grid.batch_tokens // length:
             raise ValueError(
                 f"batch_tokens: got {grid.batch_tokens}, want a multiple of the length {length}, "

@@ -130,6 +130,8 @@ def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
         ({"widths": (10,)}, "widths: got 10, want a multiple of 4"),
         ({"rates": (0.1, 0.1)}, r"rates: got \(0.1, 0.1\), want one or more, each once"),
         ({"seeds": 0}, "seeds: got 0, want at least 1"),
+        ({"vocab": 8}, "vocab_size: got 8, want more than length = 8"),
+        ({"settings": ((8, 3),)}, "length: got 8, want an even number of at least 4"),
         ({"batch_tokens": 30}, "batch_tokens: got 30, want a multiple of the length 8"),
         ({"tokens": 300}, "tokens: got 300, want at least 10"),
     ],
