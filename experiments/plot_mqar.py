@@ -17,6 +17,7 @@ from experiments.uncertainty import interval
 
 COLUMNS = (
     "length x pairs",
+    "tokens",
     "width",
     "model",
     "state",
@@ -62,14 +63,16 @@ def table(result: dict[str, Any]) -> str:
     for row in rows(result):
         between = "" if row["interval"] is None else " to ".join(percent(x) for x in row["interval"])
         numbers = [str(row[name]) for name in ("state", "block_parameters", "trials")]
-        names = f"{row['length']} x {row['pairs']}", str(row["width"]), row["model"]
+        trained = f"{row['options']['tokens'] / 1e6:.3g}M"
+        names = f"{row['length']} x {row['pairs']}", trained, str(row["width"]), row["model"]
         scores = percent(row["mean"]), between, percent(row["validation"])
         lines.append(line((*names, *numbers, f"{row['rate']:.2g}", str(len(row["tests"])), *scores, remark(row, EDGE))))
     notes = (
-        "state: numbers that a layer keeps of what it has read, on average over layers, convolutions included; of full "
-        "attention those of a whole row. block parameters: without the embedding, which is tied to the output. "
-        "rates tried: runs of the sweep, which picks a rate by validation accuracy with a seed that is not reported. "
-        "The interval is Student's over seeds, which draw initial parameters and the order of the examples.",
+        "tokens: of a training run. state: numbers that a layer keeps of what it has read, on average over layers, "
+        "convolutions included; of full attention those of a whole row. block parameters: without the embedding, "
+        "which is tied to the output. rates tried: runs of the sweep, which picks a rate by validation accuracy with "
+        "a seed that is not reported. The interval is Student's over seeds, which draw initial parameters and the "
+        "order of the examples.",
     )
     return "\n".join([*lines, "", *notes, ""])
 
@@ -79,7 +82,8 @@ def percent(x: float | None) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """A panel for each setting: test accuracy over state size, a line for each model, bars for the intervals."""
+    """A panel for each setting and number of tokens: test accuracy over state size, a line for each model, bars for the
+    intervals."""
     plt = pyplot()
     found = [row for row in rows(result) if row["tests"]]
     panels = list(dict.fromkeys(_panel(row) for row in found))
@@ -99,7 +103,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         ax.set_xscale("log", base=2)
         ax.set_ylim(-3, 103)
         ax.set(xlabel="state: numbers a layer (memories of about one size side by side)", ylabel="test accuracy (%)")
-        ax.set_title("{} tokens, {} pairs, vocabulary {}".format(*panel))
+        ax.set_title("{} tokens, {} pairs, vocabulary {}, {:.3g}M tokens of training".format(*panel), fontsize=10)
         ax.grid(alpha=0.3)
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_axis_off()
@@ -110,8 +114,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _panel(row: dict[str, Any]) -> tuple[int, int, int]:
-    return row["length"], row["pairs"], row["options"]["vocab"]
+def _panel(row: dict[str, Any]) -> tuple[int, int, int, float]:
+    return row["length"], row["pairs"], row["options"]["vocab"], row["options"]["tokens"] / 1e6
 
 
 def _side_by_side(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:

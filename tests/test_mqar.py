@@ -278,5 +278,5 @@ def test_table_and_plot(tmp_path, monkeypatch):
     plot_mqar.main(path)
     lines = path.with_suffix(".md").read_text().splitlines()
     assert len([line for line in lines if line.startswith(("| 8 x 2", "| 12 x 2"))]) == 12
-    assert any("| 8 | q_delta | 104 |" in line and "| 98.6 | 92.2 to 100.0 |" in line for line in lines)
+    assert any("| 0.00048M | 8 | q_delta | 104 |" in line and "| 98.6 | 92.2 to 100.0 |" in line for line in lines)
     assert path.with_suffix(".png").stat().st_size > 10_000
