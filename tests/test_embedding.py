@@ -29,9 +29,11 @@ def pull(table, dtype, gradient):
     ("of", "dtype"),
     [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
 )
-def test_gradients_agree(of, dtype):
-    """With what NumPy sums in float64."""
-    y, d_table = jax.jit(pull, static_argnums=(1, 2))(jnp.asarray(TABLE, of), dtype, "product")
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_gradients_agree(of, dtype, backend, monkeypatch):
+    """With what NumPy sums in float64; also in the form of an accelerator, where float32 is three 16-bit parts."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    y, d_table = jax.jit(lambda table: pull(table, dtype, "product"))(jnp.asarray(TABLE, of))
     same, _ = pull(jnp.asarray(TABLE, of), dtype, "scatter")
     assert y.dtype == dtype
     assert d_table.dtype == of
