@@ -62,14 +62,11 @@ from qdelta_jax.training.data import Batch
 from qdelta_jax.training.optimizer import make_optimizer
 from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 
-KEY = (
-    *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation", "steps"),
-    *("conv_implementation", "unroll", "residuals"),
-)
-"""What tells one cell from another; a later measurement of the same replaces it."""
-
 COMPUTED = ("implementation", "conv_implementation", "unroll", "residuals")
 """Of `ModelConfig`: how a model is computed."""
+
+KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "steps", *COMPUTED)
+"""What tells one cell from another; a later measurement of the same replaces it."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +215,7 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         policies = [x for x in bench.remat if x in bench_training_peer.POLICIES]
         if without_peer(replace(bench, models=(model,))):
             return []
+    own = () if side == "peer" else ("unroll",) if model == TRANSFORMER else COMPUTED
     cell = {
         "model": model,
         "side": "fla" if side == "peer" else "qdelta_jax",
@@ -227,8 +225,7 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         "policies": policies,
         "packed": bench.packed and side == "ours",
         "steps": bench.steps,
-        **{name: None if side == "peer" or model == TRANSFORMER else getattr(bench, name) for name in COMPUTED},
-        "unroll": None if side == "peer" else bench.unroll,
+        **{name: getattr(bench, name) if name in own else None for name in COMPUTED},
         "date": time.strftime("%Y-%m-%d"),
         "versions": bench_training_peer.versions() if side == "peer" else jax_versions(),
     }

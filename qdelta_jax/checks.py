@@ -167,7 +167,7 @@ def own_values(config: Any) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         own = _own(value)
-        if field.name.endswith("dtype") and isinstance(own, type | jnp.bfloat16.__class__):
+        if field.name.endswith("dtype") and isinstance(own, type):
             own = jnp.dtype(own).name
         if own is not value:
             object.__setattr__(config, field.name, own)

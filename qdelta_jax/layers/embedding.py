@@ -40,11 +40,11 @@ def lookup(
         raise ValueError(f"tokens: got {getattr(tokens, 'dtype', type(tokens).__name__)}, want an integer array")
     if gradient not in GRADIENTS:
         raise ValueError(f"gradient: got {gradient!r}, want one of {GRADIENTS}")
+    if gradient == "scatter":
+        return _rows(table, tokens, dtype)
     # Before another dtype: a table may have more rows than 8 bits can number.
     last = min(table.shape[0] - 1, int(jnp.iinfo(tokens.dtype).max))
     tokens = jnp.clip(tokens, 0, last).astype(jnp.int32)
-    if gradient == "scatter":
-        return _rows(table, tokens, dtype)
     return _by_product(vary(table, varying(tokens)), tokens, jnp.dtype(dtype))
 
 
