@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tolerances import SAME, assert_close
+from tolerances import BF16, SAME, assert_close
 
 import qdelta_jax as qd
 from qdelta_jax import RULES, Decay, Gate
@@ -46,6 +46,29 @@ def test_shapes_dtypes_and_ranges_of_every_rule(name):
     for path, x in nnx.to_flat_state(nnx.state(gates, nnx.Param)):
         own = path[-1] in ("A_log", "dt_bias")
         assert x.get_value().dtype == (jnp.float32 if own else jnp.bfloat16), path
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gates_of_heads_are_what_their_projections_make_alone(dtype):
+    """One product makes them all: value, and gradients of x and of every parameter."""
+    gates = Gates(RULES["q_delta"], SIZES, dtype=dtype, rngs=nnx.Rngs(0))
+    weights = {name: jax.random.normal(jax.random.key(i), (2, 6, 4)) for i, name in enumerate(RULES["q_delta"].gates)}
+
+    def alone(gates, x):
+        return {name: projection(x)[0] for name, projection in gates.projections.items()}
+
+    def gradients(made):
+        f = lambda gates, x: sum(jnp.sum(weights[name] * gate) for name, gate in made(gates, x).items())  # noqa: E731
+        of_gates, of_x = nnx.jit(nnx.grad(f, argnums=(0, 1)))(gates, x)
+        return [*jax.tree.leaves(of_gates), of_x]
+
+    x = inputs().astype(dtype)
+    found, wanted = gates(x)[0], alone(gates, x)
+    assert list(found) == list(wanted)
+    jax.tree.map(lambda x, y: assert_close(x, y, SAME), found, wanted)
+    for got, want in zip(gradients(lambda gates, x: gates(x)[0]), gradients(alone), strict=True):
+        # Of x in 16 bits one sum is rounded, and not each of its terms.
+        assert_close(got, want, BF16["gradient"] if got.dtype == jnp.bfloat16 else SAME)
 
 
 def test_feedback_starts_at_sigmoid_of_its_bias():

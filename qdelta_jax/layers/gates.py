@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from qdelta_jax.layers.linear import Initializer, Linear, LowRank, wider
+from qdelta_jax.layers.linear import Initializer, Linear, LowRank, project_together, wider
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.rules import Decay, Gate, Rule
 
@@ -150,14 +150,20 @@ class GateProjection(nnx.Module):
                 MambaDecay(heads, size, lower_bound=decay_lower_bound, param_dtype=param_dtype, rngs=rngs)
             )
 
-    def __call__(self, x: Float[Array, "b t width"]) -> tuple[Array, Array | None]:
-        """The gate, [B, T, heads] or [B, T, heads, size], and for a "mamba" decay its step (else None)."""
+    def __call__(
+        self, x: Float[Array, "b t width"], projected: Float[Array, "b t channels"] | None = None
+    ) -> tuple[Array, Array | None]:
+        """The gate, [B, T, heads] or [B, T, heads, size], and for a "mamba" decay its step (else None).
+
+        projected: x's projection, if it is there already.
+        """
         heads, size = self.sizes.of(self.gate)
         shape = (*x.shape[:2], heads) if self.gate.axis == "head" else (*x.shape[:2], heads, size)
         dtype = wider(x.dtype, jnp.float32)
         if self.projection is None:
             return jnp.broadcast_to(_constant_decay(heads, len(shape), dtype), shape), None
-        y = self.projection(x, out_dtype=dtype).reshape(*x.shape[:2], heads, size)
+        projected = self.projection(x, out_dtype=dtype) if projected is None else projected
+        y = projected.reshape(*x.shape[:2], heads, size)
         y = y + self.gate.bias if self.gate.bias else y
         step = None
         if self.decay is not None:
@@ -225,8 +231,19 @@ class Gates(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t width"]) -> tuple[dict[str, Array], Array | None]:
         """The gates for `delta_rule`, and what multiplies the value: [B, T, HV], [B, T, HV, V] or None."""
-        made = {name: projection(x) for name, projection in self.projections.items()}
+        together = self._together(x)
+        made = {name: projection(x, together.get(name)) for name, projection in self.projections.items()}
         scale = None
         for step in (made[name][1] for name in self.scales_value):
             scale = step if scale is None or step is None else scale * step
         return {name: gate for name, (gate, _) in made.items()}, scale
+
+    def _together(self, x: Array) -> dict[str, Array]:
+        """The projections to one number per head, by name, as one product where there are several: their gradient is
+        one product, too, and not a sum of several as wide as x."""
+        found = {name: made.projection for name, made in self.projections.items() if made.gate.axis == "head"}
+        small = {name: layer for name, layer in found.items() if type(layer) is Linear and layer.bias is None}
+        if len(small) < 2:
+            return {}
+        made = project_together(x, tuple(small.values()), out_dtype=wider(x.dtype, jnp.float32))
+        return dict(zip(small, made, strict=True))

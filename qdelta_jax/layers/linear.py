@@ -1,11 +1,12 @@
 """Linear layers, and how arrays of different precision meet in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float
@@ -117,6 +118,17 @@ class Linear(nnx.Module):
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
         return y
+
+
+def project_together(
+    x: Float[Array, "*lead inner"], layers: Sequence[Linear], *, out_dtype: Any = None
+) -> list[Float[Array, "*lead outer"]]:
+    """[layer(x, out_dtype=out_dtype) for layer in layers], of layers without bias, as one product."""
+    kernels = [layer.kernel.get_value() for layer in layers]
+    dtype = layers[0].dtype or wider(x.dtype, kernels[0].dtype)
+    rounded = jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
+    y = product(x.astype(dtype), activation(rounded), out_dtype=out_dtype)
+    return jnp.split(y, np.cumsum([layer.out_features for layer in layers])[:-1].tolist(), axis=-1)
 
 
 class LowRank(nnx.Module):
