@@ -16,12 +16,12 @@ seed gives the same numbers on the same machine.
 
 Budget. Runs of a setting, width and model: rates + seeds = 5 (toy), 6 (full).
     toy     2 cores: 1 setting x 2 widths x 6 models = 60 runs of 0.77M tokens (1,500 steps), 4 to 12 s each
-    full    one H200: 4 settings x 4 widths x 15 models = 1,440 runs of 50M tokens (3,050 steps), three at once. A run
-            may take 10 minutes; at a width of 64 three at once took some 30 s, beside other work. Expected: 30 s (64,
-            128), 60 s (256), 180 s (512), and 30 to 60 s for a model to compile
-Cells come in this order, all models of a setting and width before the next: settings (256, 16), (512, 64), (128, 8),
-(64, 4), in each the widths 64, 128, 256, 512. Expected for a setting, compilation included: 25 minutes at widths of 64
-and 128, 40 at 256, 100 at 512. With less time, the first setting and `--widths 64 128` are what to run.
+    full    one H200: 5 settings x 4 widths x 15 models = 1,800 runs of 50M tokens (6,100 steps), three at once. A run
+            may take 10 minutes; at (512, 64) and a width of 64 three at once took 17 s, and a model 16 to 63 s to
+            compile beside others. Expected: 30 s (128), 60 s (256), 180 s (512)
+Cells come in this order, all models of a setting and width before the next: settings (256, 64), (512, 64), (256, 16),
+(128, 8), (64, 4), in each the widths 64, 128, 256, 512. Expected for a setting, compilation included: 25 minutes at
+widths of 64 and 128, 40 at 256, 100 at 512. With less time, the first setting and `--widths 64 128` are what to run.
 
 Results go to experiments/results/mqar_DEVICE.json after each cell; what is stored there with the same options and
 package versions isn't trained again. `python -m experiments.plot_mqar FILE` makes a table and a plot of it.
@@ -107,7 +107,7 @@ GRIDS = {
     "full": Grid(
         models=(CONVOLVED, TRANSFORMER, *qd.RULES, *HYBRIDS),
         widths=(64, 128, 256, 512),
-        settings=((512, 64), (256, 16), (128, 8), (64, 4)),
+        settings=((256, 64), (512, 64), (256, 16), (128, 8), (64, 4)),
         rates=(1e-3, 3e-3, 1e-2),
         seeds=3,
         vocab=8192,

@@ -77,6 +77,26 @@ def test_gradient_of_a_wider_sum_is_rounded_first(axis):
     assert again.shape == (*x.shape, *x.shape)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_small_kernel_on_a_gpu_has_a_gradient_of_each_row(axis, monkeypatch):
+    """Value, gradients and their derivative are what they are in one product."""
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 50, 8), (8, 5)))
+    kernel = kernel if axis == 0 else kernel.T
+
+    def numbers(of_rows):
+        f = lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel, axis=axis)))  # noqa: E731
+        g = lambda x, kernel: sum(jnp.sum(a**2) for a in jax.grad(f, (0, 1))(x, kernel))  # noqa: E731
+        made = jax.make_jaxpr(f)(x, kernel)
+        assert ("broadcast_in_dim" in str(made)) == of_rows
+        return product(x, kernel, axis=axis), jax.grad(f, (0, 1))(x, kernel), jax.grad(g, (0, 1))(x, kernel)
+
+    with jax.default_matmul_precision("highest"):
+        want = numbers(False)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert_close(numbers(True), want, SAME)
+
+
 def test_wider():
     assert wider(jnp.bfloat16, jnp.float32) == jnp.float32
     assert wider(jnp.float32, jnp.float64) == jnp.float64

@@ -145,9 +145,10 @@ def test_grids():
     full = GRIDS["full"]
     resolve(Mqar(grid="full", widths=full.widths[:1]))
     assert set(full.models) >= {*RULES, TRANSFORMER, "q_delta+window"}
-    assert set(full.settings) == {(64, 4), (128, 8), (256, 16), (512, 64)}
+    assert set(full.settings) > {(64, 4), (128, 8), (256, 16), (512, 64)}  # the usual ones
     assert (full.vocab, full.examples, full.held_out, full.seeds) == (8192, 100_000, 3000, 3)
-    assert full.rates[0] == 4.6e-4
+    # Of the usual 1e-4 to 1e-2 those below had learned nothing after as many tokens (experiments/LOG.md).
+    assert full.rates[0] == 1e-3
     assert full.rates[-1] == 1e-2
     assert resolve(Mqar()) == GRIDS["toy"]
 

@@ -20,6 +20,11 @@ __all__ = ["Initializer", "Linear", "LowRank", "xavier_uniform"]
 Initializer = Callable[..., Array]
 
 
+SMALL = 1 << 16
+"""Numbers of a kernel whose gradient, a sum over all tokens, has work for a few of a GPU's processors only, as one
+product: there each row of a batch makes its own, and they are added."""
+
+
 def xavier_uniform(gain: float = 1.0) -> Initializer:
     """Uniform in +-gain sqrt(6 / (fan_in + fan_out)).
 
@@ -50,6 +55,9 @@ def product(x: Array, kernel: Array, *, axis: int = 0, out_dtype: Any = None) ->
     wide = jnp.dtype(out_dtype or x.dtype)
     if wide != x.dtype and x.dtype.itemsize == 2:
         return _widening(vary(x, varying(kernel)), vary(kernel, varying(x)), axis, wide)
+    if x.ndim == 3 and kernel.size <= SMALL and jax.default_backend() == "gpu":
+        kernels = jnp.broadcast_to(kernel, (x.shape[0], *kernel.shape))
+        return lax.dot_general(x, kernels, (((2,), (1 + axis,)), ((0,), (0,))), preferred_element_type=wide)
     return _product(x, kernel, axis, wide)
 
 
