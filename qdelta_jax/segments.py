@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from qdelta_jax.checks import check_count, check_segment_ids
 
-__all__ = ["segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
+__all__ = ["padding_last", "permute", "reordered", "segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
 
 
 def segment_masks(segment_ids: Array) -> tuple[Array, Array]:
@@ -42,6 +42,47 @@ def segment_runs(segment_ids: Array) -> Array:
     Padding carries the number of the segment before it (0 before the first).
     """
     return jnp.cumsum(segment_masks(segment_ids)[1], axis=1, dtype=jnp.int32)
+
+
+def padding_last(valid: Array) -> tuple[Array, Array]:
+    """The order [B, T] that moves padding behind the tokens of its row, and the order that undoes it.
+
+    >>> order, back = padding_last(jnp.array([[False, True, True, False, True]]))
+    >>> order.tolist(), back.tolist()
+    ([[1, 2, 4, 0, 3]], [[3, 0, 1, 4, 2]])
+    """
+    tokens = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+    padding = jnp.cumsum(~valid, axis=1, dtype=jnp.int32)
+    back = jnp.where(valid, tokens - 1, tokens[:, -1:] + padding - 1)
+    rows = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None]
+    index = jnp.broadcast_to(jnp.arange(valid.shape[1], dtype=jnp.int32), valid.shape)
+    order = jnp.zeros_like(index).at[rows, back].set(index, unique_indices=True)
+    return order, back
+
+
+def reordered(x: Array, order: Array) -> Array:
+    """x[b, order[b, t]] of [B, T, ..], for a permutation of each row."""
+    if x.shape[1] == 1:
+        return x
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    return x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def permute(x: Array, order: Array, back: Array) -> Array:
+    """`reordered`, in reverse mode only: the gradient reorders back, where JAX would scatter."""
+    return reordered(x, order)
+
+
+def _permute_forward(x: Array, order: Array, back: Array) -> tuple[Array, Array]:
+    return reordered(x, order), back
+
+
+def _permute_backward(back: Array, d_y: Array) -> tuple[Array, None, None]:
+    return reordered(d_y, back), None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:

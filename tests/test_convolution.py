@@ -89,6 +89,25 @@ def test_gradients(x64):
     assert float(jnp.max(jnp.abs(jnp.where((ids == 0)[:, :, None], gradients[0], 0)))) == 0.0
 
 
+def test_zeros_last_moves_nothing_and_changes_nothing(x64):
+    """Where padding is last, and 0, and its gradient, too: values, gradients and the cache after it."""
+    x, kernel, _ = map(jnp.asarray, draw(np.random.default_rng(6), 3, 9, 4))
+    ids = jnp.asarray([[1] * 9, [2, 2, 2, 1, 1, 0, 0, 0, 0], [0] * 9])
+    valid = (ids != 0)[:, :, None]
+    x = jnp.where(valid, x, 0)
+
+    def numbers(zeros_last):
+        f = lambda x, kernel: short_convolution(x, kernel, segment_ids=ids, zeros_last=zeros_last)  # noqa: E731
+        (y, after), pull_back = jax.vjp(f, x, kernel)
+        made = str(jax.make_jaxpr(f)(x, kernel))
+        return (y, after, *pull_back((jnp.where(valid, jnp.cos(y), 0), jnp.zeros_like(after)))), made
+
+    (want, moved), (got, not_moved) = numbers(False), numbers(True)
+    assert_close(got, want, FLOAT64)
+    assert "custom_vjp_call" in moved
+    assert "custom_vjp_call" not in not_moved
+
+
 def test_module():
     """SiLU and bias, zero at padding, half precision in and out, caches of their own dtype."""
     layer = ShortConvolution(3, 4, use_bias=True, rngs=nnx.Rngs(0))

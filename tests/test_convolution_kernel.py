@@ -85,6 +85,17 @@ def test_segments_and_padding(shape):
     assert np.all(np.asarray(d_x)[np.asarray(ids) == 0] == 0)
 
 
+def test_zeros_last():
+    """Padding behind the tokens, zeros in it and in its gradient: nothing is moved or cleared, and nothing changes."""
+    x, kernel, d_y, _ = draw(SHAPES[1])
+    ids = jnp.asarray(np.repeat([[3, 1, 4, 0]], [20, 1, 30, 16], axis=1))
+    x, d_y = (jnp.where((ids == 0)[:, :, None], 0, a) for a in (x, d_y))
+    layer = layer_of(kernel)
+    with run_kernels():
+        want, got = (jax.vjp(lambda x, z=z: layer(x, segment_ids=ids, zeros_last=z)[0], x) for z in (False, True))
+        assert_close((got[0], got[1](d_y)), (want[0], want[1](d_y)), FLOAT64)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_inputs(dtype):
     """Sums are in float32, the kernel's gradient among them."""

@@ -87,6 +87,35 @@ def test_packed_is_separate(pattern):
 
 
 @every_pattern
+def test_layers_move_no_padding(pattern):
+    """A model brings padding behind its tokens before its first layer: more layers have no more of that."""
+    tokens = draw((2, 12))
+    ids = jnp.array([[0, 0, 1, 1, 1, 0, 1, 1, 2, 2, 2, 0], [3] * 12])
+
+    def count(layers):
+        model = build(pattern * 3, layers=layers)  # not a scan, which has one body
+        return str(jax.make_jaxpr(lambda t: model(t, segment_ids=ids))(tokens)).count("unique_indices=True")
+
+    assert count(4) == count(2) > 0
+
+
+@every_pattern
+def test_a_nan_gradient_of_padding_reaches_nothing(pattern):
+    model = build(pattern)
+    ids = jnp.array([[1] * 5 + [0, 0, 1]])
+
+    @nnx.jit
+    def gradients(model, poison):
+        def loss(model):
+            x, _ = model.features(draw((1, 8)), segment_ids=ids)
+            return jnp.sum(jnp.sin(x) * jnp.where((ids == 0)[:, :, None], poison, 1.0))
+
+        return jax.tree.leaves(nnx.grad(loss)(model))
+
+    assert_close(gradients(model, jnp.nan), gradients(model, 0.0), 0.0)
+
+
+@every_pattern
 def test_nan_in_padding_reaches_nothing(pattern):
     """A NaN row of the embedding that only padding looks up: same logits and gradients as without."""
     model = build(pattern)

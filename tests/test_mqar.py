@@ -147,7 +147,7 @@ def test_grids():
     assert set(full.models) >= {*RULES, TRANSFORMER, "q_delta+window"}
     assert set(full.settings) > {(64, 4), (128, 8), (256, 16), (512, 64)}  # the usual ones
     assert (full.vocab, full.examples, full.held_out, full.seeds) == (8192, 100_000, 3000, 3)
-    # Of the usual 1e-4 to 1e-2 those below had learned nothing after as many tokens (experiments/LOG.md).
+    # Of the usual 1e-4 to 1e-2 those below had learned least after as many tokens (experiments/LOG.md).
     assert full.rates[0] == 1e-3
     assert full.rates[-1] == 1e-2
     assert resolve(Mqar()) == GRIDS["toy"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from qdelta_jax import segment_ids_from_cu_seqlens, segment_masks, segment_runs
+from qdelta_jax.segments import padding_last, permute, reordered
 
 
 def by_hand(row) -> tuple[list[bool], list[bool], list[int]]:
@@ -30,6 +31,21 @@ def test_masks_and_runs(dtype, x64):
     for b, row in enumerate(rows):
         want = by_hand(row)
         assert (valid[b].tolist(), reset[b].tolist(), runs[b].tolist()) == want
+
+
+def test_padding_goes_last_and_back():
+    """Tokens and padding keep their order; the gradient goes the way back, however it is written."""
+    valid = jnp.asarray(np.random.default_rng(0).integers(0, 2, (20, 9)).astype(bool))
+    valid = jnp.concatenate([valid, jnp.ones((1, 9), bool)])
+    order, back = padding_last(valid)
+    np.testing.assert_array_equal(order, np.argsort(~np.asarray(valid), axis=1, stable=True))
+    np.testing.assert_array_equal(back, np.argsort(order, axis=1))
+    x = jax.random.normal(jax.random.key(0), (21, 9, 2))
+    np.testing.assert_array_equal(reordered(reordered(x, order), back), x)
+    for f in (lambda x: reordered(x, order), lambda x: permute(x, order, back)):
+        y, pull_back = jax.vjp(f, x)
+        np.testing.assert_array_equal(y, np.take_along_axis(np.asarray(x), np.asarray(order)[:, :, None], axis=1))
+        np.testing.assert_array_equal(pull_back(y)[0], x)
 
 
 def test_negative_ids_are_segments():

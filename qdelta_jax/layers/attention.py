@@ -24,6 +24,7 @@ from qdelta_jax.layers.softmax import (
     resolve_attention,
     windowed,
 )
+from qdelta_jax.segments import padding_last, reordered
 
 __all__ = ["Attention", "AttentionCache", "AttentionConfig"]
 
@@ -140,6 +141,7 @@ class Attention(nnx.Module):
         segment_ids: Any = None,
         positions: Any = None,
         cache: AttentionCache | None = None,
+        zeros_last: bool = False,
     ) -> tuple[Float[Array, "batch time width"], AttentionCache | None]:
         """y, and the cache after these tokens (None without one).
 
@@ -152,6 +154,7 @@ class Attention(nnx.Module):
                 The window always counts tokens.
             cache: from `init_cache` or the call before. Without a window one call reads at most as many tokens
                 as the cache holds; beyond `max_length` in all the oldest keys are dropped.
+            zeros_last: the caller knows that padding stands behind the tokens of its row.
         Raises:
             ValueError: an argument has another shape or dtype, the cache another batch size or too few places.
         """
@@ -170,10 +173,11 @@ class Attention(nnx.Module):
             valid = (segment_ids != 0)[:, :, None]
             x = jnp.where(valid, x, 0)
         back = None
-        if segment_ids is not None and length > 1 and (cache is not None or self.config.window is not None):
-            order, back = _padding_last(segment_ids != 0)
-            x, segment_ids = _take(x, order), _take(segment_ids, order)
-            positions = None if positions is None else _take(positions, order)
+        needed = cache is not None or self.config.window is not None
+        if segment_ids is not None and length > 1 and needed and not zeros_last:
+            order, back = padding_last(segment_ids != 0)
+            x, segment_ids = reordered(x, order), reordered(segment_ids, order)
+            positions = None if positions is None else reordered(positions, order)
         here = places(segment_ids, batch, length)
         if cache is not None:
             # The first segment goes on where the cache ends.
@@ -182,7 +186,7 @@ class Attention(nnx.Module):
         q, k, v = self._project(x, here.position if positions is None else positions)
         mixed, cache = self._mix(q, k, v, here, cache, packed=segment_ids is not None)
         y = self.out(mixed.reshape(batch, length, -1))
-        y = y if back is None else _take(y, back)
+        y = y if back is None else reordered(y, back)
         return (y if valid is None else jnp.where(valid, y, 0)), cache
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -224,23 +228,6 @@ class Attention(nnx.Module):
         return attend(q, keys, values, allowed(here, everything, None), implementation=chosen), after
 
 
-def _padding_last(valid: Array) -> tuple[Array, Array]:
-    """The order [B, T] that moves padding behind the tokens of its row, and the order that undoes it."""
-    tokens = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    padding = jnp.cumsum(~valid, axis=1, dtype=jnp.int32)
-    back = jnp.where(valid, tokens - 1, tokens[:, -1:] + padding - 1)
-    rows = jnp.arange(valid.shape[0], dtype=jnp.int32)[:, None]
-    index = jnp.broadcast_to(jnp.arange(valid.shape[1], dtype=jnp.int32), valid.shape)
-    order = jnp.zeros_like(index).at[rows, back].set(index, unique_indices=True)
-    return order, back
-
-
-def _take(x: Array, order: Array) -> Array:
-    """x[b, order[b, t]] for a permutation of each row."""
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
-
-
 def _append(cache: AttentionCache, k: Array, v: Array, here: Places) -> AttentionCache:
     """The cache after the tokens of `here`, padding last in each row: the last run's newest keys."""
     size, length = cache.keys.shape[1], k.shape[1]
@@ -275,7 +262,7 @@ def _oldest_first(cache: AttentionCache) -> tuple[Array, Array, Places]:
     there = cache.places(cache.length)
     order = (cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]) % size
     return (
-        _take(cache.keys, order),
-        _take(cache.values, order),
-        there._replace(run=_take(there.run, order), position=_take(there.position, order)),
+        reordered(cache.keys, order),
+        reordered(cache.values, order),
+        there._replace(run=reordered(there.run, order), position=reordered(there.position, order)),
     )

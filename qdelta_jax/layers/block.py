@@ -57,8 +57,10 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "b t"] | None = None,
         positions: Int[Array, "b t"] | None = None,
         cache: Any = None,
+        zeros_last: bool = False,
     ) -> tuple[Float[Array, "b t width"], Any]:
-        """x after the block, in x's dtype, and the mixer's new cache (None without one)."""
-        y, cache = self.mixer(self.mixer_norm(x), segment_ids=segment_ids, positions=positions, cache=cache)
+        """x after the block, in x's dtype, and the mixer's new cache (None without one). Arguments as in `Mixer`."""
+        options: dict[str, Any] = {"segment_ids": segment_ids, "positions": positions, "zeros_last": zeros_last}
+        y, cache = self.mixer(self.mixer_norm(x), cache=cache, **options)
         x = activation(x + y.astype(x.dtype))
         return x + self.mlp(self.mlp_norm(x)).astype(x.dtype), cache

@@ -1,5 +1,6 @@
 """Causal depthwise short convolution over packed and padded sequences, with a cache for decoding."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
-from qdelta_jax.segments import segment_masks
+from qdelta_jax.segments import padding_last, permute, segment_masks
 
 __all__ = ["ShortConvolution", "short_convolution"]
 
@@ -27,6 +28,7 @@ def short_convolution(
     *,
     cache: Float[Array, "b n c"] | None = None,
     segment_ids: Int[Array, "b t"] | None = None,
+    zeros_last: bool = False,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"]]:
     """y_t = sum_j kernel[W-1-j] x_{t-j}, j = 0 .. W-1, over the tokens of t's own segment.
 
@@ -39,6 +41,8 @@ def short_convolution(
         kernel: [W, C]; the last row meets the token itself.
         cache: [B, W-1, C], the W - 1 tokens before the first one; zeros by default.
         segment_ids: [B, T], as in `qdelta_jax.delta_rule`.
+        zeros_last: the caller knows that padding stands behind the tokens of its row, that x is 0 there, and that the
+            gradient of y will be: nothing is moved or cleared then.
     Returns:
         y [B, T, C] in float32 (float64 for float64 inputs), and the new cache: the last W - 1 real tokens of
         the row's last segment, in the dtype of the old one.
@@ -55,36 +59,40 @@ def short_convolution(
         x = jnp.concatenate([before, x], axis=1)
         return _taps(x, kernel, length), x[:, length:].astype(before.dtype if cache is None else cache.dtype)
 
-    x, valid, order, inverse, runs = _real_first(x, segment_ids)
+    x, valid, runs, undo = _real_first(x, segment_ids, zeros_last)
     x = jnp.concatenate([before, x], axis=1)
-    runs = jnp.pad(runs, ((0, 0), (width - 1, 0)))
-    y = permute(_taps(x, kernel, length, runs), inverse, order)
+    padded = jnp.pad(runs, ((0, 0), (width - 1, 0)))
+    y = undo(_taps(x, kernel, length, padded))
 
     count = jnp.sum(valid, axis=1, dtype=jnp.int32)
     index = count[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
-    own = jnp.take_along_axis(runs, index, axis=1) == runs[:, -1:]
+    # A row of padding alone leaves the first segment's tokens where they are.
+    last = jnp.maximum(jnp.max(runs, axis=1, keepdims=True), 0)
+    own = jnp.take_along_axis(padded, index, axis=1) == last
     after = jnp.where(own[:, :, None], jnp.take_along_axis(x, index[:, :, None], axis=1), 0)
-    return jnp.where(valid[:, :, None], y, 0), after.astype(x.dtype if cache is None else cache.dtype)
+    return y, after.astype(x.dtype if cache is None else cache.dtype)
 
 
-def _real_first(x: Array, segment_ids: Array) -> tuple[Array, Array, Array, Array, Array]:
-    """x with its real tokens first, in their order, and zeros behind them; which are real; the order and its inverse;
-    and in that order the number of each token's segment."""
+def _real_first(x: Array, segment_ids: Array, zeros_last: bool) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
+    """x with its real tokens first, in their order, and zeros behind them; which are real, in the given order; the
+    number of each token's segment in the new one, -1 in padding; and what undoes that order."""
     valid, reset = segment_masks(segment_ids)
+    runs = jnp.where(valid, jnp.cumsum(reset, axis=1, dtype=jnp.int32), -1)
+    if zeros_last:
+        return x, valid, runs, lambda y: y
     x = jnp.where(valid[:, :, None], x, 0)
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    inverse = jnp.argsort(order, axis=1)
-    runs = jnp.cumsum(jnp.take_along_axis(reset, order, axis=1), axis=1, dtype=jnp.int32)
-    return permute(x, order, inverse), valid, order, inverse, runs
+    order, back = padding_last(valid)
+    undo = lambda y: jnp.where(valid[:, :, None], permute(y, back, order), 0)  # noqa: E731
+    return permute(x, order, back), valid, permute(runs, order, back), undo
 
 
-def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, silu: bool, dtype: Any) -> Array:
+def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, zeros_last: bool, silu: bool, dtype: Any) -> Array:
     """silu(short_convolution(x, kernel)) in one pass over memory."""
     run = partial(pallas_kernels.convolution, silu=silu, dtype=jnp.dtype(dtype), interpret=interpreted())
     if segment_ids is None:
         return run(x, kernel, None)
-    x, valid, order, inverse, runs = _real_first(x, segment_ids)
-    return jnp.where(valid[:, :, None], permute(run(x, kernel, runs), inverse, order), 0)
+    x, _, runs, undo = _real_first(x, segment_ids, zeros_last)
+    return undo(run(x, kernel, runs))
 
 
 def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Array:
@@ -99,27 +107,6 @@ def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Ar
             term = jnp.where(same[:, :, None], term, 0)
         y = y + term
     return y
-
-
-def _reordered(x: Array, order: Array) -> Array:
-    return x if x.shape[1] == 1 else jnp.take_along_axis(x, order[:, :, None], axis=1)
-
-
-@jax.custom_vjp
-def permute(x: Array, order: Array, inverse: Array) -> Array:
-    """x[b, order[b, t]]: rows of [B, T, C] reordered. The gradient reorders back, where JAX would scatter."""
-    return _reordered(x, order)
-
-
-def _permute_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
-    return _reordered(x, order), inverse
-
-
-def _permute_backward(inverse: Array, d_y: Array) -> tuple[Array, None, None]:
-    return _reordered(d_y, inverse), None, None
-
-
-permute.defvjp(_permute_forward, _permute_backward)
 
 
 class ShortConvolution(nnx.Module):
@@ -199,6 +186,7 @@ class ShortConvolution(nnx.Module):
         *,
         segment_ids: Int[Array, "b t"] | None = None,
         cache: Float[Array, "b n c"] | None = None,
+        zeros_last: bool = False,
     ) -> tuple[Float[Array, "b t c"], Float[Array, "b n c"] | None]:
         """y [B, T, C] and the new cache, None without one. Arguments as in `short_convolution`."""
         if getattr(x, "ndim", None) != 3 or x.shape[2] != self.channels or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -208,8 +196,9 @@ class ShortConvolution(nnx.Module):
             check_segment_ids(segment_ids, x.shape[:2])
         if cache is None and self._kernel_runs(x):
             options = self.activation == "silu", self.dtype or x.dtype
-            return activation(_by_kernel(x, self.kernel.get_value(), segment_ids, *options)), None
-        y, after = short_convolution(x, self.kernel.get_value(), cache=cache, segment_ids=segment_ids)
+            return activation(_by_kernel(x, self.kernel.get_value(), segment_ids, zeros_last, *options)), None
+        kernel = self.kernel.get_value()
+        y, after = short_convolution(x, kernel, cache=cache, segment_ids=segment_ids, zeros_last=zeros_last)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
         if self.activation == "silu":

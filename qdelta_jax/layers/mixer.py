@@ -203,6 +203,7 @@ class Mixer(nnx.Module):
         segment_ids: Any = None,
         positions: Any = None,
         cache: MixerCache | None = None,
+        zeros_last: bool = False,
     ) -> tuple[Float[Array, "b t width"], MixerCache | None]:
         """y [B, T, width] and the cache after the last token (None without a cache).
 
@@ -213,17 +214,22 @@ class Mixer(nnx.Module):
             positions: not used; the order of the tokens is their position.
             cache: to continue from; the first non-zero segment id of a row continues it. One token with a
                 cache is always `qdelta_jax.step`, whatever `config.implementation` says.
+            zeros_last: the caller knows that padding stands behind the tokens of its row, that x is 0 there, and that
+                the gradient of y will be: nothing is moved or cleared then, and y is 0 there by itself.
         Raises:
             ValueError: an argument has another shape or dtype, or the cache is another layer's or batch size's.
         """
-        x = self._checked(x, segment_ids, positions)
+        check_hidden(x, self.config.width)
+        check_along(x.shape[:2], segment_ids, positions)
+        valid = None if segment_ids is None or zeros_last else (segment_ids != 0)[:, :, None]
+        x = x if valid is None else jnp.where(valid, x, 0)
         batch, length, _ = x.shape
         if cache is not None and len(cache.convolutions) != len(self.convolutions):
             got, want = len(cache.convolutions), len(self.convolutions)
             raise ValueError(f"cache: got {got} convolution states, want {want} as from init_cache")
         if cache is not None:
             check_cache_batch(cache.state.shape[0], batch)
-        inputs, kept = self._project(x, segment_ids, None if cache is None else cache.convolutions)
+        inputs, kept = self._project(x, segment_ids, None if cache is None else cache.convolutions, zeros_last)
         out, state = self._recurrence(inputs, segment_ids, None if cache is None else cache.state)
 
         if self.gate_proj is None:
@@ -232,8 +238,7 @@ class Mixer(nnx.Module):
             gate = self.gate_proj(x)
             out = self.norm(out, gate.reshape(out.shape))
         y = self.out_proj(out.reshape(batch, length, -1))
-        if segment_ids is not None:
-            y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
+        y = y if valid is None else jnp.where(valid, y, 0)
         return y, None if cache is None else MixerCache(state, kept)
 
     def project(self, x: Any, *, segment_ids: Any = None) -> MixerInputs:
@@ -244,16 +249,13 @@ class Mixer(nnx.Module):
         Raises:
             ValueError: an argument has another shape or dtype.
         """
-        return self._project(self._checked(x, segment_ids, None), segment_ids, None)[0]
-
-    def _checked(self, x: Any, segment_ids: Any, positions: Any) -> Any:
-        """x with zeros in its padding."""
         check_hidden(x, self.config.width)
-        check_along(x.shape[:2], segment_ids, positions)
-        return x if segment_ids is None else jnp.where((segment_ids != 0)[:, :, None], x, 0)
+        check_along(x.shape[:2], segment_ids, None)
+        x = x if segment_ids is None else jnp.where((segment_ids != 0)[:, :, None], x, 0)
+        return self._project(x, segment_ids, None)[0]
 
     def _project(
-        self, x: Any, segment_ids: Any, convolutions: tuple[Array, ...] | None
+        self, x: Any, segment_ids: Any, convolutions: tuple[Array, ...] | None, zeros_last: bool = False
     ) -> tuple[MixerInputs, tuple[Any, ...]]:
         """The inputs of the recurrence, and the convolutions' states behind them."""
         config, sizes = self.config, self.config.sizes
@@ -263,7 +265,8 @@ class Mixer(nnx.Module):
         for i, (name, project) in enumerate((("q", self.q_proj), ("k", self.k_proj), ("v", self.v_proj))):
             y = project(x)
             if config.conv_width:
-                y, after = self.convolutions[name](y, segment_ids=segment_ids, cache=before[i])
+                options: dict[str, Any] = {"segment_ids": segment_ids, "cache": before[i], "zeros_last": zeros_last}
+                y, after = self.convolutions[name](y, **options)
                 kept.append(after)
             else:
                 y = jax.nn.silu(y)

@@ -17,6 +17,7 @@ from qdelta_jax.layers.linear import Linear, product, wider, xavier_uniform
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.partitioning import constrain, partitioned
 from qdelta_jax.models.config import ModelConfig
+from qdelta_jax.segments import padding_last, reordered
 
 __all__ = ["Cell", "LanguageModel", "ModelCache"]
 
@@ -73,12 +74,17 @@ class Cell(nnx.Module):
         return tuple(block.init_cache(batch_size, max_length) for block in self.blocks)
 
     def __call__(
-        self, x: Array, segment_ids: Array | None, positions: Array | None, caches: tuple[Any, ...] | None
+        self,
+        x: Array,
+        segment_ids: Array | None,
+        positions: Array | None,
+        caches: tuple[Any, ...] | None,
+        zeros_last: bool = False,
     ) -> tuple[Array, tuple[Any, ...] | None]:
         after = []
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
-            x, cache = block(x, segment_ids=segment_ids, positions=positions, cache=cache)
+            x, cache = block(x, segment_ids=segment_ids, positions=positions, cache=cache, zeros_last=zeros_last)
             after.append(cache)
         return constrain(x, ("batch", None, None)), None if caches is None else tuple(after)
 
@@ -175,21 +181,33 @@ class LanguageModel(nnx.Module):
         """The normed hidden state behind the last block, what `logits` takes, and the new cache (or None)."""
         check_tokens(tokens, self.config.vocab_size, segment_ids)
         check_along(tokens.shape, segment_ids, positions)
+        back = None
+        if segment_ids is not None and cache is None:
+            # Padding goes behind the tokens here, once, where it is a few integers: layers would do it with x.
+            order, back = padding_last(segment_ids != 0)
+            tokens, segment_ids = reordered(jnp.asarray(tokens), order), reordered(jnp.asarray(segment_ids), order)
+            positions = None if positions is None else reordered(jnp.asarray(positions), order)
         x = self.embed(tokens, segment_ids)
         x = constrain(x, ("batch", None, None))
         cells: Any = None if cache is None else cache.cells
         rest: Any = None if cache is None else cache.rest
+        run = partial(_run, segment_ids, positions, back is not None)
         if self.cells is not None:
             graph, parameters = nnx.split(self.cells)
             # A scan keeps its turns apart by itself; what is computed again in the only one needs a guard.
             unroll = min(self.config.unroll, self.config.cells)
             alone = unroll > 1 or self.config.cells == 1
-            body = self._remat(partial(_run, graph, segment_ids, positions), alone=alone)
+            body = self._remat(partial(run, graph), alone=alone)
             x, cells = lax.scan(body, x, (parameters, cells), unroll=unroll)
         if self.rest is not None:
             graph, parameters = nnx.split(self.rest)
-            x, rest = self._remat(partial(_run, graph, segment_ids, positions), alone=True)(x, (parameters, rest))
-        return self.norm(x), None if cache is None else ModelCache(cells, rest)
+            x, rest = self._remat(partial(run, graph), alone=True)(x, (parameters, rest))
+        x = self.norm(x)
+        if back is not None:
+            # Zeros in padding stay zeros in every block, and with these zeros here no gradient comes to them.
+            x = jnp.where((segment_ids != 0)[:, :, None], x, 0)
+            x = reordered(x, back)
+        return x, None if cache is None else ModelCache(cells, rest)
 
     def logits(self, x: Float[Array, "*lead width"]) -> Float[Array, "*lead vocab"]:
         """Scores of the next token, not rounded below float32."""
@@ -231,7 +249,7 @@ def _stacked(config: ModelConfig, rngs: nnx.Rngs) -> Cell:
 
 
 def _run(
-    graph: Any, segment_ids: Array | None, positions: Array | None, x: Array, item: tuple[Any, Any]
+    segment_ids: Array | None, positions: Array | None, zeros_last: bool, graph: Any, x: Array, item: tuple[Any, Any]
 ) -> tuple[Array, Any]:
     parameters, caches = item
-    return nnx.merge(graph, parameters)(x, segment_ids, positions, caches)
+    return nnx.merge(graph, parameters)(x, segment_ids, positions, caches, zeros_last)
