@@ -1,8 +1,7 @@
-"""The language model: causality, packing, padding, caches, scanned cells, remat, sharding, configuration."""
+"""The language model: causality, caches, scanned cells, remat, sharding, configuration."""
 
 import dataclasses
 import json
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -10,45 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from small_models import build, config, draw, every_pattern, run
 from tolerances import FLOAT32, SHARDED, assert_close, relative_error
 
 from qdelta_jax.layers.partitioning import shardings
 from qdelta_jax.models import LanguageModel, ModelConfig
 from qdelta_jax.models.config import REMAT
-
-PATTERNS = [("attention",), ("rule", "window")]
-every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
-VOCAB = 80
-
-
-def config(pattern=("rule",), **changes):
-    base = {
-        "vocab_size": VOCAB,
-        "width": 16,
-        "layers": len(pattern),
-        "heads": 2,
-        "key_dim": 8,
-        "value_dim": 8,
-    }
-    more = {"mlp_hidden": 24, "attention_heads": 2, "window": 5, "chunk_size": 4}
-    return ModelConfig(**{**base, **more, "pattern": pattern, **changes})
-
-
-@cache
-def build(pattern=("rule",), **changes):
-    model = LanguageModel(config(pattern, **changes), rngs=nnx.Rngs(0))
-    # Larger than at initialisation, so that tokens matter.
-    model.embedding.set_value(model.embedding.get_value() * 50)
-    return model
-
-
-@nnx.jit
-def run(model, tokens, segment_ids=None, cache=None):
-    return model(tokens, segment_ids=segment_ids, cache=cache)
-
-
-def draw(shape, seed=1):
-    return jax.random.randint(jax.random.key(seed), shape, 0, VOCAB)
 
 
 @every_pattern
@@ -66,75 +32,6 @@ def test_causal(pattern):
     seen = np.flatnonzero(np.any(np.asarray(gradient) != 0, axis=1))
     first = 0 if pattern != ("window",) else 8
     assert seen.tolist() == list(range(first, 13))
-
-
-@every_pattern
-def test_packed_is_separate(pattern):
-    """Segments of 1, 17, 2 and 9 tokens, padding before, between and inside, against each in its own row."""
-    model = build(pattern)
-    ids = np.repeat([0, 4, 1, 0, 1, 2, 0, 3], [2, 1, 6, 3, 11, 2, 1, 9])
-    tokens = np.array(draw((1, len(ids))))
-    packed = run(model, jnp.array(tokens), jnp.array(ids)[None])[0]
-    alone = np.zeros((4, 17), np.int32)
-    for row, segment in enumerate([4, 1, 2, 3]):
-        inside = tokens[0, ids == segment]
-        alone[row, : len(inside)] = inside
-    separate = run(model, jnp.array(alone))
-    for row, segment in enumerate([4, 1, 2, 3]):
-        got = packed[ids == segment]
-        assert_close(got, separate[row, : len(got)], FLOAT32, f"segment {segment}")
-    assert np.all(np.asarray(packed)[ids == 0] == 0)
-
-
-@every_pattern
-def test_layers_move_no_padding(pattern):
-    """A model brings padding behind its tokens before its first layer: more layers have no more of that."""
-    tokens = draw((2, 12))
-    ids = jnp.array([[0, 0, 1, 1, 1, 0, 1, 1, 2, 2, 2, 0], [3] * 12])
-
-    def count(layers):
-        model = build(pattern * 3, layers=layers)  # not a scan, which has one body
-        return str(jax.make_jaxpr(lambda t: model(t, segment_ids=ids))(tokens)).count("unique_indices=True")
-
-    assert count(4) == count(2) > 0
-
-
-@every_pattern
-def test_a_nan_gradient_of_padding_reaches_nothing(pattern):
-    model = build(pattern)
-    ids = jnp.array([[1] * 5 + [0, 0, 1]])
-
-    @nnx.jit
-    def gradients(model, poison):
-        def loss(model):
-            x, _ = model.features(draw((1, 8)), segment_ids=ids)
-            return jnp.sum(jnp.sin(x) * jnp.where((ids == 0)[:, :, None], poison, 1.0))
-
-        return jax.tree.leaves(nnx.grad(loss)(model))
-
-    assert_close(gradients(model, jnp.nan), gradients(model, 0.0), 0.0)
-
-
-@every_pattern
-def test_nan_in_padding_reaches_nothing(pattern):
-    """A NaN row of the embedding that only padding looks up: same logits and gradients as without."""
-    model = build(pattern)
-    tokens = draw((2, 12)).clip(1)
-    ids = jnp.array([[0, 0, 1, 1, 1, 0, 1, 1, 2, 2, 2, 0], [3] * 12])
-    dirty = nnx.clone(model)
-    dirty.embedding.set_value(dirty.embedding.get_value().at[0].set(jnp.nan))
-
-    @nnx.jit
-    def value(model, tokens):
-        def loss(m):
-            return jnp.sum(jnp.sin(m(tokens, segment_ids=ids)))
-
-        return nnx.value_and_grad(loss)(model)
-
-    want = value(model, tokens)
-    for padded, other in [(0, dirty), (-5, model), (VOCAB + 7, model)]:
-        got = value(other, jnp.where(ids == 0, padded, tokens))
-        assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 0.0)
 
 
 @every_pattern
