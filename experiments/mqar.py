@@ -44,6 +44,7 @@ from experiments.store import CellStore, as_written, device_file, make_header, r
 from experiments.sweeps import (
     attempt,
     check_once,
+    check_rates,
     chosen_grid,
     complete,
     deterministic,
@@ -201,6 +202,7 @@ def resolve(options: Mqar) -> Grid:
         if getattr(grid, name) < 1:
             raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
     check_once(models=grid.models, widths=grid.widths, settings=grid.settings, rates=grid.rates)
+    check_rates(grid.rates)
     for length, pairs in grid.settings:
         # One row, which says what the task cannot be; otherwise every run would.
         tasks.mqar(1, seed=0, length=length, pairs=pairs, vocab_size=grid.vocab)

@@ -131,6 +131,13 @@ def check_segment_ids(segment_ids: Array, shape: tuple[int, ...] | None) -> None
         raise ValueError(f"segment_ids: got dtype {segment_ids.dtype}, want an integer dtype")
     if segment_ids.ndim != 2 or shape not in (None, segment_ids.shape):
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [B,T] = {shape or '2 axes'}")
+    if isinstance(segment_ids, np.ndarray) and segment_ids.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        kept = np.iinfo(np.int32 if segment_ids.dtype.kind == "i" else np.uint32)
+        if segment_ids.size and not kept.min <= segment_ids.min() <= segment_ids.max() <= kept.max:
+            raise ValueError(
+                f"segment_ids: got {segment_ids.dtype} values {segment_ids.min()} .. {segment_ids.max()}, want them "
+                f"within {kept.min} .. {kept.max}: JAX takes 32 bits of them, unless jax_enable_x64 is set"
+            )
 
 
 def check_mask(mask: Array, batch: int) -> None:

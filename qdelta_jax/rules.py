@@ -66,7 +66,8 @@ class Gate:
 
     axis: "head" one number per head, `[B,T,H]`; "key" one per key channel, `[B,T,H,K]`; "value" one per value
         channel, `[B,T,H,V]`. A log_decay for "key" may also be given per head.
-    activation: elementwise function of the projection, or a `Decay`.
+    activation: elementwise function of the projection, or a `Decay`. Its derivative at 0, where padding is projected,
+        has to be finite: NaN times no gradient is NaN.
     bias: constant added before the activation.
     low_rank: the projection passes through a bottleneck of one value head's width.
     doubled: multiplied by 2 in a layer that allows negative eigenvalues.

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from qdelta_jax.checks import check_count, check_segment_ids
 
-__all__ = ["padding_last", "permute", "reordered", "segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
+__all__ = ["padding_last", "reordered", "segment_ids_from_cu_seqlens", "segment_masks", "segment_runs"]
 
 
 def segment_masks(segment_ids: Array) -> tuple[Array, Array]:
@@ -66,23 +66,6 @@ def reordered(x: Array, order: Array) -> Array:
         return x
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     return x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
-
-
-@jax.custom_vjp
-def permute(x: Array, order: Array, back: Array) -> Array:
-    """`reordered`, in reverse mode only: the gradient reorders back, where JAX would scatter."""
-    return reordered(x, order)
-
-
-def _permute_forward(x: Array, order: Array, back: Array) -> tuple[Array, Array]:
-    return reordered(x, order), back
-
-
-def _permute_backward(back: Array, d_y: Array) -> tuple[Array, None, None]:
-    return reordered(d_y, back), None, None
-
-
-permute.defvjp(_permute_forward, _permute_backward)
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:

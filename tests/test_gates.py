@@ -12,6 +12,7 @@ from tolerances import BF16, SAME, assert_close
 import qdelta_jax as qd
 from qdelta_jax import RULES, Decay, Gate
 from qdelta_jax.layers.gates import GateProjection, Gates, HeadSizes, MambaDecay
+from qdelta_jax.layers.linear import Linear
 
 SIZES = HeadSizes(width=10, heads=2, value_heads=4, key_dim=3, value_dim=5)
 SHAPES = {"head": (2, 6, 4), "key": (2, 6, 2, 3), "value": (2, 6, 4, 5)}
@@ -69,6 +70,14 @@ def test_gates_of_heads_are_what_their_projections_make_alone(dtype):
     for got, want in zip(gradients(lambda gates, x: gates(x)[0]), gradients(alone), strict=True):
         # Of x in 16 bits one sum is rounded, and not each of its terms.
         assert_close(got, want, BF16["gradient"] if got.dtype == jnp.bfloat16 else SAME)
+
+
+@pytest.mark.parametrize("name", ["beta", "log_decay"])
+def test_a_projection_of_another_precision_computes_alone(name):
+    gates = Gates(RULES["q_delta"], SIZES, rngs=nnx.Rngs(0))
+    gates.projections[name].projection = nnx.data(Linear(10, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(1)))
+    for gate, found in gates(inputs())[0].items():
+        assert_close(found, gates.projections[gate](inputs())[0], SAME)
 
 
 def test_feedback_starts_at_sigmoid_of_its_bias():

@@ -129,6 +129,7 @@ def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
         ({"models": ("no",)}, "rule: got 'no'"),
         ({"widths": (10,)}, "widths: got 10, want a multiple of 4"),
         ({"rates": (0.1, 0.1)}, r"rates: got \(0.1, 0.1\), want one or more, each once"),
+        ({"rates": (float("nan"),)}, r"rates: got \(nan,\), want finite numbers above 0"),
         ({"seeds": 0}, "seeds: got 0, want at least 1"),
         ({"vocab": 8}, "vocab_size: got 8, want more than length = 8"),
         ({"settings": ((8, 3),)}, "length: got 8, want an even number of at least 4"),

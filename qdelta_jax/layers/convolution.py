@@ -17,7 +17,7 @@ from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
-from qdelta_jax.segments import padding_last, permute, segment_masks
+from qdelta_jax.segments import padding_last, reordered, segment_masks
 
 __all__ = ["ShortConvolution", "short_convolution"]
 
@@ -82,8 +82,8 @@ def _real_first(x: Array, segment_ids: Array, zeros_last: bool) -> tuple[Array, 
         return x, valid, runs, lambda y: y
     x = jnp.where(valid[:, :, None], x, 0)
     order, back = padding_last(valid)
-    undo = lambda y: jnp.where(valid[:, :, None], permute(y, back, order), 0)  # noqa: E731
-    return permute(x, order, back), valid, permute(runs, order, back), undo
+    undo = lambda y: jnp.where(valid[:, :, None], reordered(y, back), 0)  # noqa: E731
+    return reordered(x, order), valid, reordered(runs, order), undo
 
 
 def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, zeros_last: bool, silu: bool, dtype: Any) -> Array:

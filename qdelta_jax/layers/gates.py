@@ -243,6 +243,9 @@ class Gates(nnx.Module):
         one product, too, and not a sum of several as wide as x."""
         found = {name: made.projection for name, made in self.projections.items() if made.gate.axis == "head"}
         small = {name: layer for name, layer in found.items() if type(layer) is Linear and layer.bias is None}
+        # A layer that somebody has put here may compute in another precision.
+        kinds = {name: (layer.dtype, layer.kernel.get_value().dtype) for name, layer in small.items()}
+        small = {name: layer for name, layer in small.items() if kinds[name] == next(iter(kinds.values()))}
         if len(small) < 2:
             return {}
         made = project_together(x, tuple(small.values()), out_dtype=wider(x.dtype, jnp.float32))

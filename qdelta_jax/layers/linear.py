@@ -131,7 +131,7 @@ class Linear(nnx.Module):
 def project_together(
     x: Float[Array, "*lead inner"], layers: Sequence[Linear], *, out_dtype: Any = None
 ) -> list[Float[Array, "*lead outer"]]:
-    """[layer(x, out_dtype=out_dtype) for layer in layers], of layers without bias, as one product."""
+    """[layer(x, out_dtype=out_dtype) for layer in layers], as one product: of layers of one precision, without bias."""
     kernels = [layer.kernel.get_value() for layer in layers]
     dtype = layers[0].dtype or wider(x.dtype, kernels[0].dtype)
     rounded = jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
