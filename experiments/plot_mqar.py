@@ -83,7 +83,7 @@ def percent(x: float | None) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """A panel for each setting and number of tokens: test accuracy over state size, a line for each model, bars for the
-    intervals."""
+    intervals. Of one width alone the models stand side by side, the best first."""
     plt = pyplot()
     found = [row for row in rows(result) if row["tests"]]
     panels = list(dict.fromkeys(_panel(row) for row in found))
@@ -95,14 +95,22 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     handles: dict[str, Any] = {}
     for ax, panel in zip(axes.flat, panels, strict=False):
-        placed = _side_by_side([row for row in found if _panel(row) == panel])
+        here = [row for row in found if _panel(row) == panel]
+        alone = len({row["width"] for row in here}) == 1
+        placed = _by_rank(here) if alone else _side_by_side(here)
         for number, model in enumerate(models):
             mine = [(x, row) for x, row in placed if row["model"] == model]
             if mine:
                 handles[model] = _curve(ax, mine, model, number)
-        ax.set_xscale("log", base=2)
         ax.set_ylim(-3, 103)
-        ax.set(xlabel="state: numbers a layer (memories of about one size side by side)", ylabel="test accuracy (%)")
+        if alone:
+            names = [f"{row['model']} ({row['state']})" for _, row in placed]
+            ax.set_xticks([x for x, _ in placed], names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+            ax.set(xlabel=f"model of width {here[0]['width']} (state: numbers a layer)", ylabel="test accuracy (%)")
+        else:
+            ax.set_xscale("log", base=2)
+            label = "state: numbers a layer (memories of about one size side by side)"
+            ax.set(xlabel=label, ylabel="test accuracy (%)")
         ax.set_title("{} tokens, {} pairs, vocabulary {}, {:.3g}M tokens of training".format(*panel), fontsize=10)
         ax.grid(alpha=0.3)
     for ax in list(axes.flat)[len(panels) :]:
@@ -134,6 +142,10 @@ def _side_by_side(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any
         middle = (group[0]["state"] * group[-1]["state"]) ** 0.5
         placed += [(middle * 1.025 ** (i - (len(group) - 1) / 2), row) for i, row in enumerate(group)]
     return placed
+
+
+def _by_rank(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
+    return [(float(i), row) for i, row in enumerate(sorted(rows, key=lambda row: (-row["mean"], row["model"])))]
 
 
 def _curve(ax: Any, mine: list[tuple[float, dict[str, Any]]], model: str, number: int) -> Any:
