@@ -103,12 +103,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _tokens(options: dict[str, Any]) -> str:
+    return f"{options['length'] * options['rows'] * options['steps'] / 1e6:.3g}M tokens"
+
+
 def _section(found: list[dict[str, Any]], device: str) -> list[str]:
     options = found[0]["options"]
-    tokens = options["length"] * options["rows"] * options["steps"]
     by_name = {row["model"]: row for row in found}
     lines = [
-        f"{device}, {options['text']}: {tokens / 1e6:.3g}M tokens ({found[0]['epochs']:.3g} epochs) in rows of "
+        f"{device}, {options['text']}: {_tokens(options)} ({found[0]['epochs']:.3g} epochs) in rows of "
         f"{options['length']}, {options['rows']} rows a step",
         "",
         *header(COLUMNS),
@@ -162,7 +165,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 row["mean"], place, xerr=[[row["mean"] - low], [high - row["mean"]]], fmt="o", color=color, capsize=3
             )
         ax.set_yticks(range(len(panel)), [row["model"] for row in reversed(panel)])
-        ax.set(xlabel="held-out loss (nats a token)", title=f"{panel[0]['options']['text']}")
+        options = panel[0]["options"]
+        ax.set(xlabel="held-out loss (nats a token)", title=f"{options['text']}, {_tokens(options)}")
     figure.suptitle(f"Mean and 95% interval over seeds (points)\n{result['device']}")
     save(figure, path)
     plt.close(figure)
