@@ -17,7 +17,7 @@ Budget. Runs of a model: rates + seeds = 2 (toy), 5 (full).
     toy     2 cores: 3 models = 6 runs of 1.2M tokens, one to two minutes each: it shows that all of it works, and
             few answers are found yet
     full    one H200: 11 models = 55 runs of 16M tokens, 39M parameters, each scored on 4 tasks x 4 lengths x 200
-            samples (12M tokens). A run may take 10 minutes; expected are 60 s, and a minute for a model to compile
+            samples (12M tokens). A run may take 10 minutes; expected are 30 s, and a minute for a model to compile
 Cells come in the order of `--models`.
 
 Results go to experiments/results/niah_DEVICE.json after each cell; what is stored there with the same options and
