@@ -102,15 +102,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
             mine = [(x, row) for x, row in placed if row["model"] == model]
             if mine:
                 handles[model] = _curve(ax, mine, model, number)
-        ax.set_ylim(-3, 103)
+        ax.set(ylim=(-3, 103), ylabel="test accuracy (%)")
         if alone:
             names = [f"{row['model']} ({row['state']})" for _, row in placed]
             ax.set_xticks([x for x, _ in placed], names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
-            ax.set(xlabel=f"model of width {here[0]['width']} (state: numbers a layer)", ylabel="test accuracy (%)")
+            ax.set_xlabel(f"model of width {here[0]['width']} (state: numbers a layer)")
         else:
             ax.set_xscale("log", base=2)
-            label = "state: numbers a layer (memories of about one size side by side)"
-            ax.set(xlabel=label, ylabel="test accuracy (%)")
+            ax.set_xlabel("state: numbers a layer (memories of about one size side by side)")
         ax.set_title("{} tokens, {} pairs, vocabulary {}, {:.3g}M tokens of training".format(*panel), fontsize=10)
         ax.grid(alpha=0.3)
     for ax in list(axes.flat)[len(panels) :]:

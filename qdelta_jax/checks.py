@@ -133,10 +133,11 @@ def check_segment_ids(segment_ids: Array, shape: tuple[int, ...] | None) -> None
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [B,T] = {shape or '2 axes'}")
     if isinstance(segment_ids, np.ndarray) and segment_ids.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
         kept = np.iinfo(np.int32 if segment_ids.dtype.kind == "i" else np.uint32)
-        if segment_ids.size and not kept.min <= segment_ids.min() <= segment_ids.max() <= kept.max:
+        low, high = (segment_ids.min(), segment_ids.max()) if segment_ids.size else (0, 0)
+        if not kept.min <= low <= high <= kept.max:
             raise ValueError(
-                f"segment_ids: got {segment_ids.dtype} values {segment_ids.min()} .. {segment_ids.max()}, want them "
-                f"within {kept.min} .. {kept.max}: JAX takes 32 bits of them, unless jax_enable_x64 is set"
+                f"segment_ids: got {segment_ids.dtype} values {low} .. {high}, want them within {kept.min} .. "
+                f"{kept.max}: JAX takes 32 bits of them, unless jax_enable_x64 is set"
             )
 
 

@@ -60,12 +60,14 @@ def padding_last(valid: Array) -> tuple[Array, Array]:
     return order, back
 
 
-def reordered(x: Array, order: Array) -> Array:
-    """x[b, order[b, t]] of [B, T, ..], for a permutation of each row."""
-    if x.shape[1] == 1:
-        return x
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
+def reordered[T](arrays: T, order: Array) -> T:
+    """x[b, order[b, t]] of each x [B, T, ..] of a pytree, for a permutation of each row."""
+    rows = jnp.arange(order.shape[0], dtype=jnp.int32)[:, None]
+
+    def take(x: Array) -> Array:
+        return x if x.shape[1] == 1 else x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
+
+    return jax.tree.map(lambda x: take(jnp.asarray(x)), arrays)
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: Array, length: int) -> Array:

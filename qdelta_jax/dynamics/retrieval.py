@@ -13,6 +13,7 @@ from qdelta_jax.dynamics.call import Call, make_call, masks, read
 from qdelta_jax.dynamics.readout import cosine
 from qdelta_jax.dynamics.states import advance, in_chunks
 from qdelta_jax.rules import Rule
+from qdelta_jax.segments import padding_last, reordered
 
 __all__ = ["Retrieval", "retrieval_by_age"]
 
@@ -109,8 +110,8 @@ def _retrieve(call: Call, rule: Rule, sizes: tuple[int, int]) -> Retrieval:
 
 def _to_the_left(inputs: tuple, valid: Array, reset: Array) -> tuple[tuple, Array, Array]:
     """Every row's padding behind its last token."""
-    order = jnp.argsort(~valid, axis=1, stable=True)
-    return jax.tree.map(lambda x: _take(x, order), (inputs, valid, reset))
+    order, _ = padding_last(valid)
+    return reordered((inputs, valid, reset), order)
 
 
 def _take(x: Array, index: Array) -> Array:

@@ -176,8 +176,7 @@ class Attention(nnx.Module):
         needed = cache is not None or self.config.window is not None
         if segment_ids is not None and length > 1 and needed and not zeros_last:
             order, back = padding_last(segment_ids != 0)
-            x, segment_ids = reordered(x, order), reordered(segment_ids, order)
-            positions = None if positions is None else reordered(positions, order)
+            x, segment_ids, positions = reordered((x, segment_ids, positions), order)
         here = places(segment_ids, batch, length)
         if cache is not None:
             # The first segment goes on where the cache ends.
@@ -261,8 +260,5 @@ def _oldest_first(cache: AttentionCache) -> tuple[Array, Array, Places]:
     size = cache.keys.shape[1]
     there = cache.places(cache.length)
     order = (cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]) % size
-    return (
-        reordered(cache.keys, order),
-        reordered(cache.values, order),
-        there._replace(run=reordered(there.run, order), position=reordered(there.position, order)),
-    )
+    keys, values, run, position = reordered((cache.keys, cache.values, there.run, there.position), order)
+    return keys, values, there._replace(run=run, position=position)

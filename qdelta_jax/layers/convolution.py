@@ -17,7 +17,7 @@ from qdelta_jax.layers.inputs import check_conv_implementation
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
-from qdelta_jax.segments import padding_last, reordered, segment_masks
+from qdelta_jax.segments import padding_last, reordered, segment_runs
 
 __all__ = ["ShortConvolution", "short_convolution"]
 
@@ -76,14 +76,14 @@ def short_convolution(
 def _real_first(x: Array, segment_ids: Array, zeros_last: bool) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
     """x with its real tokens first, in their order, and zeros behind them; which are real, in the given order; the
     number of each token's segment in the new one, -1 in padding; and what undoes that order."""
-    valid, reset = segment_masks(segment_ids)
-    runs = jnp.where(valid, jnp.cumsum(reset, axis=1, dtype=jnp.int32), -1)
+    valid = segment_ids != 0
+    runs = jnp.where(valid, segment_runs(segment_ids), -1)
     if zeros_last:
         return x, valid, runs, lambda y: y
     x = jnp.where(valid[:, :, None], x, 0)
     order, back = padding_last(valid)
-    undo = lambda y: jnp.where(valid[:, :, None], reordered(y, back), 0)  # noqa: E731
-    return reordered(x, order), valid, reordered(runs, order), undo
+    x, runs = reordered((x, runs), order)
+    return x, valid, runs, lambda y: jnp.where(valid[:, :, None], reordered(y, back), 0)
 
 
 def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, zeros_last: bool, silu: bool, dtype: Any) -> Array:

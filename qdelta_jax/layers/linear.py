@@ -119,23 +119,24 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead inner"], *, out_dtype: Any = None) -> Float[Array, "*lead outer"]:
         """`out_dtype` asks for a result wider than the operands, without rounding in between."""
-        kernel = self.kernel.get_value()
-        dtype = self.dtype or wider(x.dtype, kernel.dtype)
-        rounded = kernel if kernel.dtype == dtype else activation(kernel.astype(dtype))
-        y = product(x.astype(dtype), rounded, out_dtype=out_dtype)
+        y = product(*self._operands(x), out_dtype=out_dtype)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
         return y
+
+    def _operands(self, x: Array) -> tuple[Array, Array]:
+        """x and the kernel in the dtype of the product."""
+        kernel = self.kernel.get_value()
+        dtype = self.dtype or wider(x.dtype, kernel.dtype)
+        return x.astype(dtype), kernel if kernel.dtype == dtype else activation(kernel.astype(dtype))
 
 
 def project_together(
     x: Float[Array, "*lead inner"], layers: Sequence[Linear], *, out_dtype: Any = None
 ) -> list[Float[Array, "*lead outer"]]:
     """[layer(x, out_dtype=out_dtype) for layer in layers], as one product: of layers of one precision, without bias."""
-    kernels = [layer.kernel.get_value() for layer in layers]
-    dtype = layers[0].dtype or wider(x.dtype, kernels[0].dtype)
-    rounded = jnp.concatenate([kernel.astype(dtype) for kernel in kernels], axis=1)
-    y = product(x.astype(dtype), activation(rounded), out_dtype=out_dtype)
+    (x, *_), kernels = zip(*(layer._operands(x) for layer in layers), strict=True)
+    y = product(x, jnp.concatenate(kernels, axis=1), out_dtype=out_dtype)
     return jnp.split(y, np.cumsum([layer.out_features for layer in layers])[:-1].tolist(), axis=-1)
 
 

@@ -219,10 +219,7 @@ class Mixer(nnx.Module):
         Raises:
             ValueError: an argument has another shape or dtype, or the cache is another layer's or batch size's.
         """
-        check_hidden(x, self.config.width)
-        check_along(x.shape[:2], segment_ids, positions)
-        valid = None if segment_ids is None or zeros_last else (segment_ids != 0)[:, :, None]
-        x = x if valid is None else jnp.where(valid, x, 0)
+        x = self._checked(x, segment_ids, positions, zeros_last)
         batch, length, _ = x.shape
         if cache is not None and len(cache.convolutions) != len(self.convolutions):
             got, want = len(cache.convolutions), len(self.convolutions)
@@ -238,7 +235,8 @@ class Mixer(nnx.Module):
             gate = self.gate_proj(x)
             out = self.norm(out, gate.reshape(out.shape))
         y = self.out_proj(out.reshape(batch, length, -1))
-        y = y if valid is None else jnp.where(valid, y, 0)
+        if segment_ids is not None and not zeros_last:
+            y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
         return y, None if cache is None else MixerCache(state, kept)
 
     def project(self, x: Any, *, segment_ids: Any = None) -> MixerInputs:
@@ -249,10 +247,13 @@ class Mixer(nnx.Module):
         Raises:
             ValueError: an argument has another shape or dtype.
         """
+        return self._project(self._checked(x, segment_ids, None), segment_ids, None)[0]
+
+    def _checked(self, x: Any, segment_ids: Any, positions: Any, zeros_last: bool = False) -> Any:
+        """x with zeros in its padding."""
         check_hidden(x, self.config.width)
-        check_along(x.shape[:2], segment_ids, None)
-        x = x if segment_ids is None else jnp.where((segment_ids != 0)[:, :, None], x, 0)
-        return self._project(x, segment_ids, None)[0]
+        check_along(x.shape[:2], segment_ids, positions)
+        return x if segment_ids is None or zeros_last else jnp.where((segment_ids != 0)[:, :, None], x, 0)
 
     def _project(
         self, x: Any, segment_ids: Any, convolutions: tuple[Array, ...] | None, zeros_last: bool = False

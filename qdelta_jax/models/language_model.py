@@ -185,8 +185,7 @@ class LanguageModel(nnx.Module):
         if segment_ids is not None and cache is None:
             # Padding goes behind the tokens here, once, where it is a few integers: layers would do it with x.
             order, back = padding_last(segment_ids != 0)
-            tokens, segment_ids = reordered(jnp.asarray(tokens), order), reordered(jnp.asarray(segment_ids), order)
-            positions = None if positions is None else reordered(jnp.asarray(positions), order)
+            tokens, segment_ids, positions = reordered((tokens, segment_ids, positions), order)
         x = self.embed(tokens, segment_ids)
         x = constrain(x, ("batch", None, None))
         cells: Any = None if cache is None else cache.cells
