@@ -1,14 +1,17 @@
-"""The short convolution with its activation in one pass over memory, and its gradient in one more, on a GPU.
+"""The short convolution with its activation and a norm in one pass over memory, its gradient in one more, on a GPU.
 
-    p_t = sum_j w[W-1-j] x_{t-j}        y_t = p_t sigmoid(p_t), or p_t
-    d_t = dy_t y'(p_t)                  dx_t = sum_j w[W-1-j] d_{t+j}        dw[W-1-j] = sum_t d_t x_{t-j}
+    p_t = sum_j w[W-1-j] x_{t-j}        s_t = p_t sigmoid(p_t), or p_t       y_t = s_t r_t, or s_t
+    ds_t = r_t (dy_t - y_t <dy_t, y_t>), or dy_t                             d_t = ds_t s'(p_t)
+    dx_t = sum_j w[W-1-j] d_{t+j}       dw[W-1-j] = sum_t d_t x_{t-j}
 
-with j = 0 .. W-1, over tokens of one segment. A block walks along some tokens of some channels and keeps what the next
-ones need in registers: XLA reads each input once for each tap, and the gradient's intermediates from memory.
+with j = 0 .. W-1, over tokens of one segment, r_t = (<s_t, s_t> + eps)^-1/2, and < , > over the channels of one head.
+A block walks along some tokens of some channels and keeps what the next ones need in registers: XLA reads each input
+once for each tap, and the gradient's intermediates from memory.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +29,13 @@ TOKENS = 64
 TOGETHER = 4
 """Tokens that are loaded before the first of them is needed."""
 
-THREADS = 128
-"""Of a warpgroup, which is a block: each has 4, 2 or 1 channels, next to each other."""
+WARPS, LANES = 4, 32
+"""Of a warpgroup, which is a block: each thread has 4, 2 or 1 channels, next to each other."""
+
+THREADS = WARPS * LANES
+
+HEADS = (16, 32, 64, 128)
+"""Sizes of heads that a norm can be over."""
 
 REFUSED = (
     "second derivatives and forward-mode derivatives do not go through pallas_kernels.convolution, which has gradients "
@@ -36,7 +44,17 @@ REFUSED = (
 )
 
 
-def _check(x: Any, kernel: Any, runs: Any, dtype: Any) -> None:
+class _How(NamedTuple):
+    """silu: or no activation. dtype: of the result. head: channels of each norm, None for none; eps: of the norms."""
+
+    silu: bool
+    dtype: Any
+    interpret: Any
+    head: int | None
+    eps: float
+
+
+def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any) -> None:
     """
     Raises:
         ValueError: naming the argument, what came and what is wanted.
@@ -53,10 +71,12 @@ def _check(x: Any, kernel: Any, runs: Any, dtype: Any) -> None:
         raise ValueError(f"runs: got {shape(runs)} {getattr(runs, 'dtype', '')}, want integers {x.shape[:2]}")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype: got {dtype}, want a floating one")
+    if head is not None and (not isinstance(head, int) or head < 1 or x.shape[2] % head):
+        raise ValueError(f"head: got {head}, want None or a number that divides the {x.shape[2]} channels of x")
 
 
-def convolution_unsupported(x: Any, kernel: Any) -> str | None:
-    """Why `convolution` cannot take such arrays, whatever the machine; None if it can."""
+def convolution_unsupported(x: Any, kernel: Any, *, head: int | None = None) -> str | None:
+    """Why `convolution` cannot take such arrays and heads, whatever the machine; None if it can."""
     if jnp.dtype(x.dtype) not in DTYPES or jnp.dtype(kernel.dtype) not in DTYPES:
         return f"x has dtype {x.dtype} and the kernel {kernel.dtype}; want bfloat16, float16 or float32"
     if not 1 <= kernel.shape[0] <= TOGETHER + 1:
@@ -65,15 +85,35 @@ def convolution_unsupported(x: Any, kernel: Any) -> str | None:
         return f"x has {x.shape[2]} channels, want a multiple of {THREADS}"
     if x.size >= 1 << 31:
         return f"x has {x.size} elements, want fewer than 2^31: its offsets are 32 bits wide"
+    if head is not None and head not in HEADS:
+        return f"the norm is over heads of {head} channels, want {', '.join(map(str, HEADS[:-1]))} or {HEADS[-1]}"
+    if head is not None and not _each(x.shape[2], head):
+        least = THREADS * max(2, head // LANES)
+        return f"x has {x.shape[2]} channels in heads of {head} with a norm, want a multiple of {least}"
     return None
 
 
-def convolution(
-    x: Array, kernel: Array, runs: Array | None, silu: bool = True, dtype: Any = None, interpret: Any = None
-) -> Array:
-    """y_t = silu(sum_j kernel[W-1-j] x_{t-j}), j = 0 .. W-1, over the tokens of t's own run; sums in float32.
+def _each(channels: int, head: int | None) -> int:
+    """Channels of a thread; a warp then has whole heads. 0: it cannot."""
+    if head is None:
+        return next(n for n in (4, 2, 1) if channels % (n * THREADS) == 0)
+    return next((n for n in (4, 2) if channels % (n * THREADS) == 0 and n * LANES % head == 0), 0)
 
-    Gradients are for reverse mode, once.
+
+def convolution(
+    x: Array,
+    kernel: Array,
+    runs: Array | None = None,
+    silu: bool = True,
+    dtype: Any = None,
+    interpret: Any = None,
+    *,
+    head: int | None = None,
+    eps: float = 1e-6,
+) -> Array:
+    """y_t = s_t rsqrt(sum_head(s_t^2) + eps), s_t = silu(sum_j kernel[W-1-j] x_{t-j}), j = 0 .. W-1, over t's own run.
+
+    Sums are in float32, and nothing is rounded before y. Gradients are for reverse mode, once.
 
     Args:
         x: [B, T, C] in bfloat16, float16 or float32, C a multiple of 128; zeros stand before the first token.
@@ -82,6 +122,9 @@ def convolution(
         silu: False: no activation.
         dtype: of the result; x's by default.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        head: so many neighbouring channels are normed together: 16, 32 or 64, C a multiple of 256, or 128, C one of
+            512; None: no norm, y = s.
+        eps: under the root.
     Returns:
         y [B, T, C].
     Raises:
@@ -91,59 +134,52 @@ def convolution(
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
-    _check(x, kernel, runs, dtype)
-    reason = convolution_unsupported(x, kernel)
+    _check(x, kernel, runs, dtype, head)
+    reason = convolution_unsupported(x, kernel, head=head)
     if reason is not None:
         raise NotImplementedError(reason)
     x, kernel = reverse_mode_only((x, kernel), REFUSED)
-    return _differentiable(x, kernel, runs, silu, dtype, interpret)
+    return _differentiable(_How(silu, dtype, interpret, head, float(eps)), x, kernel, runs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _differentiable(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
-    return _run(x, kernel, runs, silu, dtype, interpret)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(how: _How, x: Array, kernel: Array, runs: Array | None) -> Array:
+    return _run(how, x, kernel, runs)
 
 
-def _run(x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any) -> Array:
+def _run(how: _How, x: Array, kernel: Array, runs: Array | None) -> Array:
     x, kernel = no_derivative((x, kernel), REFUSED)
-    out = jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
-    body = partial(_forward_block, silu=silu, segmented=runs is not None)
-    return without_axes(lambda *a: _call(body, out, x, interpret, *a), x, kernel, *_given(runs))
+    out = jax.ShapeDtypeStruct(x.shape, how.dtype or x.dtype)
+    return without_axes(lambda *a: _call(_forward_block, how, [out], *a), x, kernel, runs)[0]
 
 
-def _forward(
-    x: Array, kernel: Array, runs: Array | None, silu: bool, dtype: Any, interpret: Any
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
-    return _run(x, kernel, runs, silu, dtype, interpret), (x, kernel, runs)
+def _forward(how: _How, x: Array, kernel: Array, runs: Array | None) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return _run(how, x, kernel, runs), (x, kernel, runs)
 
 
-def _backward(
-    silu: bool, dtype: Any, interpret: Any, saved: tuple[Array, Array, Array | None], d_y: Array
-) -> tuple[Array, Array, None]:
+def _backward(how: _How, saved: tuple[Array, Array, Array | None], d_y: Array) -> tuple[Array, Array, None]:
     x, kernel, runs = saved
     x, kernel, d_y = no_derivative((x, kernel, d_y), REFUSED)
     batch, length, channels = x.shape
     parts = jax.ShapeDtypeStruct((batch, pl.cdiv(length, TOKENS), kernel.shape[0], channels), jnp.float32)
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype), parts
-    body = partial(_backward_block, silu=silu, segmented=runs is not None)
-    d_x, d_kernel = without_axes(lambda *a: _call(body, out, x, interpret, *a), x, kernel, *_given(runs), d_y)
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype), parts]
+    d_x, d_kernel = without_axes(lambda *a: _call(_backward_block, how, out, *a), x, kernel, runs, d_y)
     return d_x, jnp.sum(d_kernel, axis=(0, 1)).astype(kernel.dtype), None
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
-def _given(runs: Array | None) -> tuple[Array, ...]:
-    return () if runs is None else (runs,)
-
-
-def _call(body: Any, out: Any, x: Array, interpret: Any, *arguments: Array) -> Any:
+def _call(body: Any, how: _How, out: list[Any], x: Array, kernel: Array, runs: Array | None, *more: Array) -> Any:
+    """The arrays `out` that the blocks make. Channels reach them as one axis or, with norms, as [heads, head]."""
     batch, length, channels = x.shape
-    each = next(n for n in (4, 2, 1) if channels % (n * THREADS) == 0)
-    pieces, parts = channels // (each * THREADS), pl.cdiv(length, TOKENS)
+    last = (channels,) if how.head is None else (channels // how.head, how.head)
+    tile = _tile(channels, how.head)
+    pieces, parts = last[0] // tile.shape[0], pl.cdiv(length, TOKENS)
+    arrays = [a.reshape(*a.shape[:-1], *last) for a in (x, kernel, *more)]
     made = plgpu.kernel(
-        lambda *refs: body(_Block(length, each, pieces, parts), *refs),
-        out_type=jax.tree.leaves(out),
+        lambda *refs: body(_Block(length, tile, pieces, parts), how, runs is not None, *refs),
+        out_type=[jax.ShapeDtypeStruct((*a.shape[:-1], *last), a.dtype) for a in out],
         grid=(batch * parts * pieces,),
         grid_names=("task",),
         compiler_params=plgpu.CompilerParams(
@@ -151,31 +187,57 @@ def _call(body: Any, out: Any, x: Array, interpret: Any, *arguments: Array) -> A
             approx_math=x.dtype != jnp.float32,
             unsafe_no_auto_barriers=True,  # no thread reads what another has written
         ),
-        interpret=interpret,
-    )(*arguments)
-    return jax.tree.unflatten(jax.tree.structure(out), made)
+        interpret=how.interpret,
+    )(*arrays[:2], *(() if runs is None else (runs,)), *arrays[2:])
+    return [a.reshape(b.shape) for a, b in zip(made, out, strict=True)]
+
+
+class _Tile(NamedTuple):
+    """Which channels of a token a block has, and which of them each thread has."""
+
+    shape: tuple[int, ...]
+    layout: Any
+
+
+def _tile(channels: int, head: int | None) -> _Tile:
+    """[width], or with norms [heads, head], whole heads for each warp: then shuffles within warps make the sums."""
+    each = _each(channels, head)
+    if head is None:
+        return _Tile((each * THREADS,), plgpu.Layout.WG_STRIDED((each * THREADS,), each))
+    heads = each * LANES // head  # of a warp
+    shape = (WARPS * heads, head)
+    options: dict[str, Any] = {"warp_dims": (-3,), "lane_dims": (-2,)}
+    tiles: list[tuple[int, ...]] = [shape, (each,)]  # warp, lane, channel
+    if heads > 1:
+        options = {"warp_dims": (-5,), "lane_dims": (-3, -2)}
+        tiles = [shape, (heads, head), (each,)]  # warp, 1, head and lane, channel
+    return _Tile(shape, plgpu.Layout.TILED(plgpu.Tiling(tuple(tiles)), vector_dim=-1, **options))
 
 
 class _Block:
     """Some channels of a row, and what one token after the other has there."""
 
-    def __init__(self, length: int, each: int, pieces: int, parts: int) -> None:
+    def __init__(self, length: int, tile: _Tile, pieces: int, parts: int) -> None:
         task = lax.axis_index("task")
         rest, piece = lax.div(task, pieces), lax.rem(task, pieces)
         self.batch, self.part = lax.div(rest, parts), lax.rem(rest, parts)
-        self.length, self.first, self.width = length, self.part * TOKENS, each * THREADS
-        self.channels = pl.ds(piece * self.width, self.width)
-        self.layout = plgpu.Layout.WG_STRIDED((self.width,), each)
+        self.length, self.first = length, self.part * TOKENS
+        self.channels = pl.ds(piece * tile.shape[0], tile.shape[0])
+        self.shape, self.layout = tile
 
     def zeros(self) -> Array:
-        return plgpu.layout_cast(jnp.zeros((self.width,), jnp.float32), self.layout)
+        return plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+
+    def along(self, x: Array) -> Array:
+        """[heads] -> [heads, head]."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, (0,)), self.layout)
 
     def place(self, token: Any) -> Any:
         """A token of the row."""
         return jnp.clip(token, 0, self.length - 1)
 
     def load(self, ref: Any, token: Any) -> Array:
-        """[width] float32; 0 before the row and behind it."""
+        """float32; 0 before the row and behind it."""
         x = plgpu.load(ref.at[self.batch, self.place(token), self.channels], layout=self.layout, optimized=False)
         return jnp.where((token >= 0) & (token < self.length), x.astype(jnp.float32), 0.0)
 
@@ -209,11 +271,16 @@ def _sigmoid(x: Array) -> Array:
     return root * root
 
 
+def _inverse_norm(s: Array, eps: float) -> Array:
+    """[heads] of s [heads, head]."""
+    return lax.rsqrt(jnp.sum(s * s, axis=1) + eps)
+
+
 def _alike(runs: list[Any], one: int, others: range) -> list[Any]:
     return [True if not runs else runs[one] == runs[other] for other in others]
 
 
-def _forward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, segmented: bool) -> None:
+def _forward_block(block: _Block, how: _How, segmented: bool, x: Any, kernel: Any, *rest: Any) -> None:
     *runs, out = rest
     taps = block.taps(kernel)
     before = len(taps) - 1
@@ -225,7 +292,10 @@ def _forward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, s
         for i in range(TOGETHER):
             near = range(i, i + before + 1)
             p = _summed(taps, [rows[n] for n in near], _alike(marks, i + before, near))
-            block.store(out, start + i, p * _sigmoid(p) if silu else p)
+            y = p * _sigmoid(p) if how.silu else p
+            if how.head is not None:
+                y = y * block.along(_inverse_norm(y, how.eps))
+            block.store(out, start + i, y)
         return rows[TOGETHER:], marks[TOGETHER:]
 
     tokens = range(-before, 0)
@@ -234,7 +304,21 @@ def _forward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, s
     lax.fori_loop(0, TOKENS // TOGETHER, step, (rows, marks))
 
 
-def _backward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, segmented: bool) -> None:
+def _before(block: _Block, how: _How, d: Array, convolved: Callable[[], Array]) -> Array:
+    """The gradient of the convolution p from that of y."""
+    if not how.silu and how.head is None:
+        return d
+    p = convolved()
+    gate = _sigmoid(p) if how.silu else None
+    if how.head is not None:
+        s = p if gate is None else p * gate
+        # Neither sum waits for the other.
+        r, dot = _inverse_norm(s, how.eps), jnp.sum(d * s, axis=1)
+        d = block.along(r) * (d - s * block.along(r * (r * dot)))
+    return d if gate is None else d * gate * (1 + p * (1 - gate))
+
+
+def _backward_block(block: _Block, how: _How, segmented: bool, x: Any, kernel: Any, *rest: Any) -> None:
     *runs, d_y, d_x, d_kernel = rest
     taps = block.taps(kernel)
     before = len(taps) - 1
@@ -249,11 +333,7 @@ def _backward_block(block: _Block, x: Any, kernel: Any, *rest: Any, silu: bool, 
         for i in range(TOGETHER):
             near = range(i, i + before + 1)
             alike = _alike(marks, i + before, near)
-            d = grads[i]
-            if silu:
-                p = _summed(taps, [rows[n] for n in near], alike)
-                s = _sigmoid(p)
-                d = d * s * (1 + p * (1 - s))
+            d = _before(block, how, grads[i], partial(_summed, taps, [rows[n] for n in near], alike))
             later.append(d)
             # What is behind the block is the next one's.
             mine = jnp.where(start + i < block.first + TOKENS, d, 0.0)
