@@ -9,6 +9,7 @@ from kernels import INTERPRET, ON_GPU, any_machine, run_kernels
 from tolerances import FLOAT32, FLOAT64, KERNEL, assert_close, relative_error
 
 import pallas_kernels
+from qdelta_jax import l2_normalize
 from qdelta_jax.layers.convolution import ShortConvolution, short_convolution
 from qdelta_jax.layers.mixer import Mixer, MixerConfig
 
@@ -16,6 +17,13 @@ SHAPES = [(2, 130, 128, 4), (1, 67, 256, 2), (1, 5, 128, 5), (1, 70, 512, 1)]
 """B, T, C, W: blocks that are not full, 1, 2 and 4 channels for each thread."""
 if ON_GPU:
     SHAPES += [(3, 2000, 1536, 4), (1, 4096, 2048, 3)]
+
+NORMED = [((2, 130, 512, 4), 128), ((1, 67, 256, 2), 64), ((1, 5, 512, 5), 32), ((1, 70, 256, 1), 16)]
+"""The same with heads that are normed: one or several of a warp, 2 and 4 channels for each thread."""
+if ON_GPU:
+    NORMED += [((3, 2000, 1536, 4), 128), ((1, 4096, 2048, 3), 64)]
+
+CASES = [(shape, None) for shape in SHAPES] + NORMED
 
 
 def draw(shape, dtype=jnp.float32):
@@ -25,12 +33,15 @@ def draw(shape, dtype=jnp.float32):
     return x, jnp.asarray(rng.normal(size=(width, channels)), jnp.float32), d_y, rng
 
 
-def reference(x, kernel, ids, d_y, activation):
+def reference(x, kernel, ids, d_y, layer):
     """The value and both gradients in float64, of the definition that test_convolution.py tests."""
 
     def f(x, kernel):
         y = short_convolution(x, kernel, segment_ids=ids)[0]
-        return jax.nn.silu(y) if activation else y
+        y = jax.nn.silu(y) if layer.activation else y
+        if layer.norm_size is None:
+            return y
+        return l2_normalize(y.reshape(*y.shape[:2], -1, layer.norm_size), layer.norm_eps).reshape(y.shape)
 
     with jax.enable_x64(True):
         x, kernel, d_y = (jnp.asarray(np.asarray(a.astype(jnp.float32)), jnp.float64) for a in (x, kernel, d_y))
@@ -53,7 +64,7 @@ def errors(layer, x, ids, d_y):
 
     with run_kernels():
         got = run(x, kernel, d_y)
-    want = reference(x, kernel, ids, d_y, layer.activation)
+    want = reference(x, kernel, ids, d_y, layer)
     return [relative_error(a.astype(jnp.float32), b) for a, b in zip(got, want, strict=True)], got
 
 
@@ -65,64 +76,80 @@ def layer_of(kernel, activation="silu", **options):
     return layer
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_value_and_gradients(shape):
+@pytest.mark.parametrize(("shape", "head"), CASES)
+def test_value_and_gradients(shape, head):
     """With the activation where there is more than one tap."""
     x, kernel, d_y, _ = draw(shape)
-    found, _ = errors(layer_of(kernel, "silu" if shape[3] > 1 else None), x, None, d_y)
+    found, _ = errors(layer_of(kernel, "silu" if shape[3] > 1 else None, norm_size=head), x, None, d_y)
     assert max(found) <= FLOAT32, found
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:3] + SHAPES[4:])
-def test_segments_and_padding(shape):
+@pytest.mark.parametrize(("shape", "head"), [CASES[0], *NORMED[:2]])
+def test_without_activation(shape, head):
+    """Of several taps; with another eps, which small inputs feel."""
+    x, kernel, d_y, _ = draw(shape)
+    found, _ = errors(layer_of(kernel, None, norm_size=head, norm_eps=1e-3), 1e-2 * x, None, d_y)
+    assert max(found) <= FLOAT32, found
+
+
+@pytest.mark.parametrize(("shape", "head"), [x for x in CASES if x[0][1] not in (130, 70)])
+def test_segments_and_padding(shape, head):
     """Short segments, padding anywhere with NaN in it."""
     x, kernel, d_y, rng = draw(shape)
     ids = jnp.asarray(np.repeat(rng.integers(0, 3, (shape[0], shape[1] // 3 + 1)), 3, axis=1)[:, : shape[1]])
     x = jnp.where(ids[:, :, None] == 0, jnp.nan, x)
-    found, (y, d_x, _) = errors(layer_of(kernel), x, ids, d_y)
+    found, (y, d_x, _) = errors(layer_of(kernel, norm_size=head), x, ids, d_y)
     assert max(found) <= FLOAT32, found
     assert np.all(np.asarray(y)[np.asarray(ids) == 0] == 0)
     assert np.all(np.asarray(d_x)[np.asarray(ids) == 0] == 0)
 
 
-def test_zeros_last():
+@pytest.mark.parametrize("head", [None, 64])
+def test_zeros_last(head):
     """Padding behind the tokens, zeros in it and in its gradient: nothing is moved or cleared, and nothing changes."""
     x, kernel, d_y, _ = draw(SHAPES[1])
     ids = jnp.asarray(np.repeat([[3, 1, 4, 0]], [20, 1, 30, 16], axis=1))
     x, d_y = (jnp.where((ids == 0)[:, :, None], 0, a) for a in (x, d_y))
-    layer = layer_of(kernel)
+    layer = layer_of(kernel, norm_size=head)
     with run_kernels():
         want, got = (jax.vjp(lambda x, z=z: layer(x, segment_ids=ids, zeros_last=z)[0], x) for z in (False, True))
         assert_close((got[0], got[1](d_y)), (want[0], want[1](d_y)), FLOAT64)
 
 
+@pytest.mark.parametrize(("shape", "head"), [CASES[0], *NORMED[:2]])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bit_inputs(dtype):
+def test_16_bit_inputs(shape, head, dtype):
     """Sums are in float32, the kernel's gradient among them."""
-    x, kernel, d_y, _ = draw(SHAPES[0], dtype)
-    found, (y, d_x, _) = errors(layer_of(kernel), x, None, d_y)
+    x, kernel, d_y, _ = draw(shape, dtype)
+    found, (y, d_x, _) = errors(layer_of(kernel, norm_size=head), x, None, d_y)
     assert y.dtype == d_x.dtype == dtype
     assert max(found[:2]) <= KERNEL[jnp.dtype(dtype).name], found
     assert found[2] <= FLOAT32, found
 
 
-def test_extreme_inputs():
-    """silu of +-1e4 and its derivative, where exponentials over- and underflow."""
-    x, kernel, d_y, _ = draw((1, 64, 128, 1))
-    x = jnp.sign(x) * 1e4
-    found, got = errors(layer_of(jnp.ones_like(kernel)), x, None, d_y)
+@pytest.mark.parametrize(("channels", "head"), [(128, None), (256, 64)])
+def test_extreme_inputs(channels, head):
+    """silu of +-1e4 and its derivative, where exponentials over- and underflow; a whole head of zeros."""
+    x, kernel, d_y, _ = draw((1, 64, channels, 1))
+    x = (jnp.sign(x) * 1e4).at[:, ::3, : channels // 4].set(0)
+    found, got = errors(layer_of(jnp.ones_like(kernel), norm_size=head), x, None, d_y)
     assert all(bool(jnp.all(jnp.isfinite(a))) for a in got)
     assert max(found) <= FLOAT32, found
 
 
+LOWERED = [(jnp.bfloat16, 2048, head) for head in (None, 128, 64, 32, 16)]
+LOWERED += [(jnp.float16, 256, 64), (jnp.bfloat16, 256, 16), (jnp.float32, 2048, 128), (jnp.float32, 256, 32)]
+
+
+@pytest.mark.parametrize(("dtype", "channels", "head"), LOWERED)
 @pytest.mark.parametrize("segmented", [False, True])
-def test_lowers_for_cuda_and_under_vmap(segmented):
-    x = jax.ShapeDtypeStruct((2, 8, 4096, 2048), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((4, 2048), jnp.float32)
+def test_lowers_for_cuda_and_under_vmap(segmented, dtype, channels, head):
+    x = jax.ShapeDtypeStruct((2, 8, 4096, channels), dtype)
+    kernel = jax.ShapeDtypeStruct((4, channels), jnp.float32)
     runs = jax.ShapeDtypeStruct((8, 4096), jnp.int32)
 
     def gradient(x, kernel, runs):
-        f = lambda x, kernel: pallas_kernels.convolution(x, kernel, runs if segmented else None)  # noqa: E731
+        f = lambda *a: pallas_kernels.convolution(*a, runs if segmented else None, head=head)  # noqa: E731
         return jax.vjp(f, x, kernel)[1](x)
 
     made = jax.jit(jax.vmap(gradient, in_axes=(0, None, None))).trace(x, kernel, runs)
@@ -148,6 +175,39 @@ def test_a_mixer_with_it_is_the_mixer():
             assert_close(nnx.jit(build(implementation))(x)[0], want, FLOAT32)
 
 
+@pytest.mark.parametrize(("heads", "key_dim"), [(4, 64), (1, 128)])
+def test_a_mixer_with_normed_heads_is_the_mixer(heads, key_dim):
+    """Values and gradients, also where the heads do not fit the kernel: then XLA norms what it makes."""
+    built = {}
+    for implementation in ("xla", "mosaic"):
+        options = {"rule": "delta_net", "heads": heads, "key_dim": key_dim, "value_dim": 256 // heads}
+        options |= {"conv_implementation": implementation, "implementation": "xla", "normalize_eps": 1e-3}
+        built[implementation] = Mixer(MixerConfig(width=16, **options), rngs=nnx.Rngs(0))
+    x, d_y = (jax.random.normal(jax.random.key(i), (1, 20, 16)) for i in (0, 1))
+    ids = jnp.asarray(np.repeat([[0, 3, 5]], [3, 11, 6], axis=1))
+
+    @nnx.jit
+    def run(mixer, x):
+        loss = lambda mixer, x: jnp.sum(d_y * mixer(x, segment_ids=ids)[0])  # noqa: E731
+        inputs = mixer.project(x, segment_ids=ids)
+        return inputs.q, inputs.k, nnx.grad(loss, argnums=(0, 1))(mixer, x)
+
+    want = run(built["xla"], x)
+    assert_close(jnp.sum(want[0] ** 2, -1).max(), 1.0, 1e-2)
+    with run_kernels():
+        assert_close(run(built["mosaic"], x), want, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "channels", "marks"), [("mosaic", 256, 1), ("mosaic", 128, 3), ("xla", 256, 2)]
+)
+def test_what_is_marked_as_an_activation(implementation, channels, marks):
+    """Heads of 64: y alone where one kernel makes it; s, r and y where XLA norms what it makes; XLA alone: r, y."""
+    layer = ShortConvolution(channels, implementation=implementation, norm_size=64, rngs=nnx.Rngs(0))
+    with run_kernels():
+        assert str(jax.make_jaxpr(lambda x: layer(x)[0])(jnp.ones((1, 5, channels)))).count("name=activation") == marks
+
+
 BAD = [
     ((1, 6, 128), (4, 256), None, None, r"kernel: got \(4, 256\), want \[W, C\] with C = 128"),
     ((1, 6, 256), (4, 128), None, None, r"kernel: got \(4, 128\)"),
@@ -164,6 +224,12 @@ def test_bad_arguments(x, kernel, runs, dtype, message):
     runs = None if runs is None else jnp.zeros(runs, jnp.int32)
     with pytest.raises(ValueError, match=message):
         pallas_kernels.convolution(jnp.ones(x), jnp.ones(kernel), runs, True, dtype, INTERPRET)
+
+
+@pytest.mark.parametrize("head", [0, 48, 64.0])
+def test_bad_heads(head):
+    with pytest.raises(ValueError, match=f"head: got {head}, want None or a number that divides the 256 channels of x"):
+        pallas_kernels.convolution(jnp.ones((1, 6, 256)), jnp.ones((4, 256)), head=head)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
@@ -210,6 +276,17 @@ def test_what_it_cannot_do():
     x, kernel, _, _ = draw((1, 9, 128, 6))
     with any_machine(), pytest.raises(NotImplementedError, match="6 taps, want 1 to 5"):
         layer_of(kernel)(x)
+    for channels, head, reason in (
+        (768, 48, "the norm is over heads of 48 channels, want 16, 32, 64 or 128"),
+        (512, 256, "heads of 256 channels"),
+        (768, 128, "x has 768 channels in heads of 128 with a norm, want a multiple of 512"),
+        (128, 32, "x has 128 channels in heads of 32 with a norm, want a multiple of 256"),
+    ):
+        x, kernel, _, _ = draw((1, 9, channels, 4))
+        assert reason in pallas_kernels.convolution_unsupported(x, kernel, head=head)
+        with pytest.raises(NotImplementedError, match=reason):
+            pallas_kernels.convolution(x, kernel, head=head)
+    x, kernel, _, _ = draw((1, 9, 128, 4))
     with any_machine(), pytest.raises(NotImplementedError, match="there is a bias"):
         layer_of(kernel, use_bias=True)(x)
     if not ON_GPU:
@@ -217,5 +294,7 @@ def test_what_it_cannot_do():
             layer_of(draw((1, 9, 128, 4))[1])(x)
     with pytest.raises(ValueError, match="implementation: got 'cuda', want None, 'xla' or 'mosaic'"):
         ShortConvolution(128, implementation="cuda", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="norm_size: got 48, want a number that divides channels = 128"):
+        ShortConvolution(128, norm_size=48, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="conv_implementation: got 'cuda'"):
         MixerConfig(width=8, heads=1, key_dim=8, value_dim=8, conv_implementation="cuda")

@@ -13,10 +13,11 @@ from jaxtyping import Float, Int, Shaped
 import pallas_kernels
 from qdelta_jax.checks import check_count, check_segment_ids
 from qdelta_jax.kept import activation
-from qdelta_jax.layers.inputs import check_conv_implementation
+from qdelta_jax.layers.inputs import check_conv_implementation, check_number
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
+from qdelta_jax.normalize import l2_normalize
 from qdelta_jax.segments import padding_last, reordered, segment_runs
 
 __all__ = ["ShortConvolution", "short_convolution"]
@@ -86,9 +87,9 @@ def _real_first(x: Array, segment_ids: Array, zeros_last: bool) -> tuple[Array, 
     return x, valid, runs, lambda y: jnp.where(valid[:, :, None], reordered(y, back), 0)
 
 
-def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, zeros_last: bool, silu: bool, dtype: Any) -> Array:
-    """silu(short_convolution(x, kernel)) in one pass over memory."""
-    run = partial(pallas_kernels.convolution, silu=silu, dtype=jnp.dtype(dtype), interpret=interpreted())
+def _by_kernel(x: Array, kernel: Array, segment_ids: Array | None, zeros_last: bool, **options: Any) -> Array:
+    """silu(short_convolution(x, kernel)), normed where the options say so, in one pass over memory."""
+    run: Callable[..., Array] = partial(pallas_kernels.convolution, interpret=interpreted(), **options)
     if segment_ids is None:
         return run(x, kernel, None)
     x, _, runs, undo = _real_first(x, segment_ids, zeros_last)
@@ -112,6 +113,8 @@ def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Ar
 class ShortConvolution(nnx.Module):
     """y_t = silu(sum_j kernel[W-1-j] x_{t-j} + bias), depthwise and causal, inside each segment.
 
+    With norm_size each head of y_t is l2_normalize'd: y_t rsqrt(sum_head(y_t^2) + norm_eps).
+
     Args:
         channels: C.
         width: W, the number of taps.
@@ -119,13 +122,16 @@ class ShortConvolution(nnx.Module):
         use_bias: adds `bias` [C], zero at first.
         implementation: "xla"; "mosaic", one GPU kernel for the convolution with its activation, and one for the
             gradient (a Hopper GPU, no bias, a multiple of 128 channels, at most 5 taps, no float64; derivatives in
-            reverse mode, once); or None, "mosaic" where that can run. With a cache it is always "xla".
+            reverse mode, once); or None, "mosaic" where that can run. With a cache it is always "xla". The norm is a
+            part of the kernels where `pallas_kernels.convolution_unsupported` has nothing against such heads.
+        norm_size: L2 norm over each head of so many channels after the activation; None: no norm.
+        norm_eps: of that norm.
         kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
         dtype: of the result; None for the input's.
         param_dtype: of the parameters.
         rngs: the stream `params` is used.
     Raises:
-        ValueError: width below 1, an unknown activation or implementation.
+        ValueError: width below 1, an unknown activation or implementation, heads that do not divide the channels.
         NotImplementedError: at the call: "mosaic" cannot run; the message says why.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
@@ -139,6 +145,8 @@ class ShortConvolution(nnx.Module):
         activation: str | None = "silu",
         use_bias: bool = False,
         implementation: str | None = None,
+        norm_size: int | None = None,
+        norm_eps: float = 1e-6,
         kernel_init: Initializer | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -151,6 +159,10 @@ class ShortConvolution(nnx.Module):
         check_conv_implementation(implementation, "implementation")
         self.channels, self.width, self.activation, self.dtype = channels, width, activation, dtype
         self.implementation = implementation
+        self.norm_size = None if norm_size is None else check_count("norm_size", norm_size)
+        if self.norm_size is not None and channels % self.norm_size:
+            raise ValueError(f"norm_size: got {norm_size}, want a number that divides channels = {channels}")
+        self.norm_eps = check_number("norm_eps", norm_eps)
         # fan_in of a [W, C] kernel is W: +-sqrt(3 * (1/3) / W).
         kernel_init = kernel_init or nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = partitioned(kernel_init, (None, "heads"))
@@ -194,10 +206,13 @@ class ShortConvolution(nnx.Module):
             raise ValueError(f"x: got {got}, want floating [B,T,C] with C = {self.channels}")
         if segment_ids is not None:
             check_segment_ids(segment_ids, x.shape[:2])
-        if cache is None and self._kernel_runs(x):
-            options = self.activation == "silu", self.dtype or x.dtype
-            return activation(_by_kernel(x, self.kernel.get_value(), segment_ids, zeros_last, *options)), None
         kernel = self.kernel.get_value()
+        if cache is None and self._kernel_runs(x):
+            options: dict[str, Any] = {"silu": self.activation == "silu", "dtype": jnp.dtype(self.dtype or x.dtype)}
+            if self.norm_size is None or pallas_kernels.convolution_unsupported(x, kernel, head=self.norm_size):
+                return self._normed(activation(_by_kernel(x, kernel, segment_ids, zeros_last, **options))), None
+            options |= {"head": self.norm_size, "eps": self.norm_eps}
+            return activation(_by_kernel(x, kernel, segment_ids, zeros_last, **options)), None
         y, after = short_convolution(x, kernel, cache=cache, segment_ids=segment_ids, zeros_last=zeros_last)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
@@ -205,4 +220,12 @@ class ShortConvolution(nnx.Module):
             y = jax.nn.silu(y)
         if segment_ids is not None and self.bias is not None:
             y = jnp.where((segment_ids != 0)[:, :, None], y, 0)
-        return activation(y.astype(self.dtype or x.dtype)), None if cache is None else after
+        y = y.astype(self.dtype or x.dtype)
+        # The gradient of the norm has no need of it in memory: that of the activation makes it again anyway.
+        y = activation(y) if self.norm_size is None else self._normed(y)
+        return y, None if cache is None else after
+
+    def _normed(self, y: Array) -> Array:
+        if self.norm_size is None:
+            return y
+        return l2_normalize(y.reshape(*y.shape[:2], -1, self.norm_size), self.norm_eps).reshape(y.shape)

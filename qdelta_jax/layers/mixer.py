@@ -156,6 +156,7 @@ class Mixer(nnx.Module):
         sizes = config.sizes
         key_width, value_width = sizes.heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         widths = {"q": key_width, "k": key_width, "v": value_width}
+        norm = sizes.key_dim if get_rule(config.rule).normalize else None
         self.q_proj, self.k_proj, self.v_proj = (Linear(config.width, n, **dense) for n in widths.values())
         self.convolutions = nnx.Dict(
             {
@@ -163,6 +164,8 @@ class Mixer(nnx.Module):
                     n,
                     config.conv_width,
                     implementation=config.conv_implementation,
+                    norm_size=None if name == "v" else norm,
+                    norm_eps=config.normalize_eps,
                     kernel_init=conv_init,
                     **types,
                 )
@@ -275,8 +278,7 @@ class Mixer(nnx.Module):
             convolved.append(y.reshape(*x.shape[:2], heads, -1))
         q, k, v = convolved
 
-        rule = get_rule(config.rule)
-        if rule.normalize:
+        if get_rule(config.rule).normalize and not config.conv_width:  # the convolutions have done it
             q, k = l2_normalize(q, config.normalize_eps), l2_normalize(k, config.normalize_eps)
         gates, value_scale = self.gates(x)
         if value_scale is not None:
