@@ -125,6 +125,9 @@ def main(bench: Bench) -> dict[str, Any]:
     if "peer" in bench.sides and len(bench.sides) > 1:
         bench_training_peer.in_own_process(arguments(replace(bench, sides=("peer",), minutes=bench.minutes / 2)))
         bench = replace(bench, sides=tuple(side for side in bench.sides if side != "peer"))
+    if bench.sides == ("peer",):
+        # JAX is asked for the device's name alone, and must leave the memory to torch.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     device = jax.devices()[0].device_kind
     header = {**make_header("bench_training", device, bench.out), "peak_flops": bench.peak}
     store = CellStore(KEY, device_file(bench.out, "training", device), header, bench.again)

@@ -9,7 +9,6 @@ import gc
 import importlib
 import importlib.util
 import math
-import os
 import subprocess
 import sys
 import time
@@ -43,10 +42,8 @@ def in_own_process(options: list[str]) -> None:
     if missing:
         print(f"without the peer: {', '.join(missing)} not installed", flush=True)
         return
-    # JAX is asked for the device's name there, and must leave the memory to torch.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "experiments.bench_training", *options]
-    code = subprocess.run(command, check=False, env=environment).returncode
+    code = subprocess.run(command, check=False).returncode
     if code:
         print(f"the peer's process ended with {code}", flush=True)
 

@@ -67,6 +67,8 @@ def make_config(model: str, base: ModelConfig) -> ModelConfig:
         ValueError: an unknown name.
     """
     wanted = count_blocks(base)
+    # With XLA's deterministic operations (`sweeps.deterministic`) cuDNN's gradient does not compile.
+    base = replace(base, attention_implementation="xla")
     if model in (TRANSFORMER, CONVOLVED):
         if model == CONVOLVED and base.layers > FEW:
             raise ValueError(f"models: got {model!r} of {base.layers} layers, want {TRANSFORMER!r} beyond {FEW} layers")

@@ -27,14 +27,15 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """length, pairs, vocab: of the task. examples: to train on. held_out: for validation, and as many for the test.
-    tokens: of a run. batch_tokens: of a step. together: runs that are trained at once. run_minutes: a run that takes
-    longer fails."""
+    """length, pairs, vocab: of the task. examples: to train on. halvings: how often the pairs of some are halved.
+    held_out: for validation, and as many for the test. tokens: of a run. batch_tokens: of a step. together: runs that
+    are trained at once. run_minutes: a run that takes longer fails."""
 
     length: int
     pairs: int
     vocab: int
     examples: int
+    halvings: int
     held_out: int
     tokens: int
     batch_tokens: int
@@ -52,11 +53,12 @@ class Plan:
 
 
 class Data(NamedTuple):
-    """inputs [n, L]; places [n, N] of the queries in them, and the answers [n, N]."""
+    """inputs [n, L]; places [n, N] in them, the answers there [n, N], and which of them are counted: the queries."""
 
     inputs: Any
     places: Any
     answers: Any
+    counted: Any
 
 
 class State(NamedTuple):
@@ -71,13 +73,17 @@ class State(NamedTuple):
 def make_data(plan: Plan) -> tuple[Data, Data, Data]:
     """For training, validation and test: the same for every model and seed."""
 
-    def draw(count: int, seed: int) -> Data:
-        inputs, targets, mask = mqar(count, seed=(0, seed), length=plan.length, pairs=plan.pairs, vocab_size=plan.vocab)
-        # Every row has as many queries: their features alone meet the output layer.
-        places = np.nonzero(mask)[1].reshape(count, plan.pairs).astype(np.int32)
-        return jax.tree.map(jnp.asarray, Data(inputs, places, np.take_along_axis(targets, places, axis=1)))
+    def draw(count: int, seed: tuple[int, ...], pairs: int = plan.pairs) -> Data:
+        inputs, targets, mask = mqar(count, seed=seed, length=plan.length, pairs=pairs, vocab_size=plan.vocab)
+        # Every row has as many places, the queries first among them: their features alone meet the output layer.
+        places = np.sort(np.argsort(~mask, axis=1, stable=True)[:, : plan.pairs], axis=1).astype(np.int32)
+        return Data(inputs, places, *(np.take_along_axis(x, places, axis=1) for x in (targets, mask)))
 
-    return draw(plan.examples, 0), draw(plan.held_out, 1), draw(plan.held_out, 2)
+    kinds = 1 + min(plan.halvings, plan.pairs.bit_length() - 1)
+    sizes = [len(part) for part in np.array_split(np.arange(plan.examples), kinds)]
+    parts = [draw(n, (0, 0, i) if i else (0, 0), plan.pairs >> i) for i, n in enumerate(sizes)]
+    train = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    return jax.tree.map(jnp.asarray, (train, draw(plan.held_out, (0, 1)), draw(plan.held_out, (0, 2))))
 
 
 def make_order(plan: Plan, seed: int) -> np.ndarray:
@@ -203,8 +209,8 @@ class Trainer:
         model = nnx.merge(self.graph, params, constants)
         x = _features(model, batch)
         kernel, axis = model.readout()
-        counted = jnp.ones(batch.answers.shape, jnp.bool_)
-        return summed_cross_entropy(x, kernel, batch.answers, counted, axis=axis) / batch.answers.size
+        total = summed_cross_entropy(x, kernel, batch.answers, batch.counted, axis=axis)
+        return total / jnp.sum(batch.counted, dtype=total.dtype)
 
     def _score(self, data: Data, state: State) -> Array:
         """How many answers are right, a batch at a time."""
@@ -215,7 +221,7 @@ class Trainer:
         def right(rows: Array) -> Array:
             batch = jax.tree.map(lambda x: x[jnp.minimum(rows, count - 1)], data)
             hits = jnp.argmax(model.logits(_features(model, batch)), axis=-1) == batch.answers
-            return jnp.sum(hits & (rows < count)[:, None], dtype=jnp.int32)
+            return jnp.sum(hits & batch.counted & (rows < count)[:, None], dtype=jnp.int32)
 
         return jnp.sum(lax.map(right, index))
 

@@ -17,6 +17,7 @@ from experiments.uncertainty import interval
 
 COLUMNS = (
     "length x pairs",
+    "pairs trained on",
     "tokens",
     "width",
     "model",
@@ -64,17 +65,27 @@ def table(result: dict[str, Any]) -> str:
         between = "" if row["interval"] is None else " to ".join(percent(x) for x in row["interval"])
         numbers = [str(row[name]) for name in ("state", "block_parameters", "trials")]
         trained = f"{row['options']['tokens'] / 1e6:.3g}M"
-        names = f"{row['length']} x {row['pairs']}", trained, str(row["width"]), row["model"]
+        names = f"{row['length']} x {row['pairs']}", trained_on(row), trained, str(row["width"]), row["model"]
         scores = percent(row["mean"]), between, percent(row["validation"])
         lines.append(line((*names, *numbers, f"{row['rate']:.2g}", str(len(row["tests"])), *scores, remark(row, EDGE))))
     notes = (
-        "tokens: of a training run. state: numbers that a layer keeps of what it has read, on average over layers, "
-        "convolutions included; of full attention those of a whole row. block parameters: without the embedding, "
-        "which is tied to the output. rates tried: runs of the sweep, which picks a rate by validation accuracy with "
-        "a seed that is not reported. The interval is Student's over seeds, which draw initial parameters and the "
-        "order of the examples.",
+        "pairs trained on: in equal parts; tests have as many as the setting says. tokens: of a training run. state: "
+        "numbers that a layer keeps of what it has read, on average over layers, convolutions included; of full "
+        "attention those of a whole row. block parameters: without the embedding, which is tied to the output. rates "
+        "tried: runs of the sweep, which picks a rate by validation accuracy with a seed that is not reported. The "
+        "interval is Student's over seeds, which draw initial parameters and the order of the examples.",
     )
     return "\n".join([*lines, "", *notes, ""])
+
+
+def trained_on(row: dict[str, Any]) -> str:
+    """Pairs of the training rows.
+
+    >>> trained_on({"pairs": 12, "options": {"halvings": 2}})
+    '12, 6, 3'
+    """
+    pairs = [row["pairs"] >> i for i in range(row["options"].get("halvings", 0) + 1)]
+    return ", ".join(str(x) for x in pairs if x)
 
 
 def percent(x: float | None) -> str:
@@ -110,7 +121,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         else:
             ax.set_xscale("log", base=2)
             ax.set_xlabel("state: numbers a layer (memories of about one size side by side)")
-        ax.set_title("{} tokens, {} pairs, vocabulary {}, {:.3g}M tokens of training".format(*panel), fontsize=10)
+        words = "{} tokens, {} pairs, vocabulary {}\n{:.3g}M tokens of training with {} pairs"
+        ax.set_title(words.format(*panel), fontsize=10)
         ax.grid(alpha=0.3)
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_axis_off()
@@ -121,8 +133,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _panel(row: dict[str, Any]) -> tuple[int, int, int, float]:
-    return row["length"], row["pairs"], row["options"]["vocab"], row["options"]["tokens"] / 1e6
+def _panel(row: dict[str, Any]) -> tuple[int, int, int, float, str]:
+    options = row["options"]
+    return row["length"], row["pairs"], options["vocab"], options["tokens"] / 1e6, trained_on(row)
 
 
 def _side_by_side(rows: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:

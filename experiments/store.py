@@ -1,11 +1,13 @@
 """Results that are stored cell by cell: a benchmark that ends early loses nothing and goes on where it ended."""
 
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
@@ -37,13 +39,25 @@ class CellStore:
     def put(self, cell: dict[str, Any]) -> None:
         """Stores a cell with the command that measured it: those of one file may come from several runs."""
         cell = {**cell, **({"command": self.result["command"]} if "command" in self.result else {})}
-        # Another process may have stored cells of its own since.
-        stored = json.loads(self.path.read_text())["cells"] if self.path.exists() else []
-        self.result["cells"] = [*(x for x in stored if any(x[name] != cell[name] for name in self.key)), cell]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.result, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        with _locked(self.path.parent):
+            # Another process may have stored cells of its own since.
+            stored = json.loads(self.path.read_text())["cells"] if self.path.exists() else []
+            self.result["cells"] = [*(x for x in stored if any(x[name] != cell[name] for name in self.key)), cell]
+            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(self.result, indent=1) + "\n")
+            os.replace(temporary, self.path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """For one process at a time; the lock goes with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_header(module: str, device: str, out: str) -> dict[str, Any]:

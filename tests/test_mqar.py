@@ -35,12 +35,13 @@ TOY = Mqar(
     seeds=2,
     vocab=16,
     examples=40,
+    halvings=0,
     held_out=11,
     tokens=320,
     batch_tokens=32,
     implementation="scan",
 )
-PLAN = Plan(8, 2, 16, 40, 11, 320, 32, 1, 10.0)
+PLAN = Plan(8, 2, 16, 40, 0, 11, 320, 32, 1, 10.0)
 
 
 def config_of(model, width=8, vocab=16):
@@ -119,8 +120,9 @@ def test_failures_are_stored_and_runs_go_together(tmp_path, monkeypatch):
 def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
     stub(monkeypatch, lambda rate, seed: 0.3)
     with pytest.raises(SystemExit, match=r"the Transformer recalls 30.1% of 2 pairs, want at least 97%"):
-        mqar.main(replace(TOY, out=str(tmp_path)))
+        mqar.main(replace(TOY, models=("delta_net", CONVOLVED), out=str(tmp_path)))
     assert len(list(tmp_path.iterdir())) == 1
+    mqar.main(replace(TOY, out=str(tmp_path / "plain")))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
         ({"seeds": 0}, "seeds: got 0, want at least 1"),
         ({"vocab": 8}, "vocab_size: got 8, want more than length = 8"),
         ({"settings": ((8, 3),)}, "length: got 8, want an even number of at least 4"),
+        ({"halvings": -1}, "halvings: got -1, want 0 or more"),
         ({"batch_tokens": 30}, "batch_tokens: got 30, want a multiple of the length 8"),
         ({"tokens": 300}, "tokens: got 300, want at least 10"),
     ],
@@ -199,6 +202,41 @@ def test_every_example_once_an_epoch():
     assert [len(x.inputs) for x in (train, validation, test)] == [43, 11, 11]
     assert not np.array_equal(validation.inputs, test.inputs)
     assert np.array_equal(np.take_along_axis(train.inputs, train.places, 1) >= 8, np.zeros((43, 2), bool))
+
+
+def test_some_rows_have_fewer_pairs():
+    """Half as many, a quarter as many, in equal parts; what else is at their places does not count."""
+    plan = replace(PLAN, length=32, pairs=8, vocab=64, halvings=2)
+    train, validation, test = make_data(plan)
+    counts = np.sum(train.counted, axis=1)
+    assert np.unique(counts, return_counts=True)[1].tolist() == [13, 13, 14]
+    assert np.unique(counts).tolist() == [2, 4, 8]
+    assert np.all(validation.counted)
+    assert np.all(test.counted)
+    assert np.all(np.diff(train.places, axis=1) > 0)
+    for row in range(plan.examples):
+        number = int(counts[row])
+        answers = dict(np.asarray(train.inputs[row, : 2 * number]).reshape(number, 2).tolist())
+        asked = np.asarray(train.places[row])[np.asarray(train.counted[row])]
+        keys = np.asarray(train.inputs[row])[asked].tolist()
+        assert sorted(keys) == sorted(answers)
+        assert [answers[key] for key in keys] == np.asarray(train.answers[row])[np.asarray(train.counted[row])].tolist()
+
+
+def test_what_is_not_counted_changes_no_loss():
+    plan = replace(PLAN, length=16, pairs=4, vocab=32, halvings=1)
+    made = Trainer("delta_net", config_of("delta_net", vocab=32), plan)
+    state, train = jax.jit(made._init)(jnp.int32(0)), make_data(plan)[0]
+    batch = jax.tree.map(lambda x: x[18:22], train)
+    assert 0 < np.sum(~batch.counted) < batch.counted.size
+    loss = jax.jit(made.loss)
+    changed = batch._replace(answers=jnp.where(batch.counted, batch.answers, 1))
+    want = loss(state.params, state.constants, batch)
+    assert float(loss(state.params, state.constants, changed)) == float(want)
+    counts = np.sum(batch.counted, axis=1)
+    rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(4)]
+    alone = [float(loss(state.params, state.constants, row)) for row in rows]
+    assert float(want) == pytest.approx(np.average(alone, weights=counts), rel=FLOAT32)
 
 
 @pytest.fixture(scope="module")
@@ -280,5 +318,5 @@ def test_table_and_plot(tmp_path, monkeypatch):
     plot_mqar.main(path)
     lines = path.with_suffix(".md").read_text().splitlines()
     assert len([line for line in lines if line.startswith(("| 8 x 2", "| 12 x 2"))]) == 12
-    assert any("| 0.00048M | 8 | q_delta | 104 |" in line and "| 98.6 | 92.2 to 100.0 |" in line for line in lines)
+    assert any("| 2 | 0.00048M | 8 | q_delta | 104 |" in line and "| 98.6 | 92.2 to 100.0 |" in line for line in lines)
     assert path.with_suffix(".png").stat().st_size > 10_000
