@@ -6,14 +6,14 @@
 
 A step is `Learner.update`: loss of a batch, gradient, AdamW, the state donated; float32 parameters, products in
 bfloat16. Each batch has the same number of tokens (random ones), in few long rows or many short ones. The time is the
-mean of steps by the host's clock after one to warm up; they are sent one after another and the last is waited for.
-`training_models.step_flops` says what is counted for the model FLOP utilisation, `training_models.make_config` what the
-models are; the peer's are of the same sizes, and their FLOPs are taken to be ours. Memory is what the compiled step
-holds at once: its arguments, its results and its temporaries (of the peer: what torch's allocator had given out at
-most). A step that does not fit is tried with the next policy of `--remat`; longer rows begin there, since a batch of
-them has no fewer tokens. Compile times are those of a process that has tuned nothing yet only in its first cells; a
-cache (JAX_COMPILATION_CACHE_DIR) hides them. Losses say that numbers are finite and no more: every step sees the same
-batch, at learning rates that differ between the sides.
+mean of steps by the host's clock after one to warm up; they are sent one after another and the last is waited for. The
+flags of XLA (XLA_FLAGS) are a part of our cells. `training_models.step_flops` says what is counted for the model FLOP
+utilisation, `training_models.make_config` what the models are; the peer's are of the same sizes, and their FLOPs are
+taken to be ours. Memory is what the compiled step holds at once: its arguments, its results and its temporaries (of the
+peer: what torch's allocator had given out at most). A step that does not fit is tried with the next policy of
+`--remat`; longer rows begin there, since a batch of them has no fewer tokens. Compile times are those of a process that
+has tuned nothing yet only in its first cells; a cache (JAX_COMPILATION_CACHE_DIR) hides them. Losses say that numbers
+are finite and no more: every step sees the same batch, at learning rates that differ between the sides.
 
 Results go to experiments/results/training_DEVICE.json after each cell; what is stored there with the same versions and
 sources isn't measured again. `python -m experiments.plot_training FILE` makes a table and a plot of it. The peer is
@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -65,7 +65,10 @@ from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 COMPUTED = ("implementation", "conv_implementation", "unroll", "residuals")
 """Of `ModelConfig`: how a model is computed."""
 
-KEY = ("model", "side", "size", "family", "length", "tokens", "policies", "packed", "steps", *COMPUTED)
+KEY = (
+    *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "steps", *COMPUTED),
+    *("loss_chunk", "xla_flags"),
+)
 """What tells one cell from another; a later measurement of the same replaces it."""
 
 
@@ -85,6 +88,7 @@ class Bench:
         conv_implementation: of the short convolutions.
         residuals: what the rules save for their gradients.
         unroll: as in `ModelConfig`.
+        loss_chunk: tokens whose logits exist at once, as in `OptimizerConfig`.
         packed: give the model segment ids (a single segment), as training on packed text does.
         steps: that are timed.
         minutes: no cell is begun after that; the same command goes on with what is left.
@@ -104,6 +108,7 @@ class Bench:
     conv_implementation: str | None = None
     residuals: Literal["recompute", "keep"] = "recompute"
     unroll: int = 1
+    loss_chunk: int | None = None
     packed: bool = False
     steps: int = 8
     minutes: float = 8.0
@@ -182,6 +187,7 @@ def check(bench: Bench) -> None:
     for size in bench.sizes:
         if size not in SIZES:
             raise ValueError(f"sizes: got {size!r}, want some of {SIZES}")
+        OptimizerConfig(loss_chunk=bench.loss_chunk)
         for model in bench.models:
             config = make_config(model, size, bench.family)
             replace(config, **{name: getattr(bench, name) for name in COMPUTED})
@@ -227,6 +233,8 @@ def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str,
         "tokens": bench.tokens,
         "policies": policies,
         "packed": bench.packed and side == "ours",
+        "loss_chunk": None if side == "peer" else bench.loss_chunk,
+        "xla_flags": None if side == "peer" else os.environ.get("XLA_FLAGS") or None,
         "steps": bench.steps,
         **{name: getattr(bench, name) if name in own else None for name in COMPUTED},
         "date": time.strftime("%Y-%m-%d"),
@@ -282,7 +290,9 @@ def run(config: ModelConfig, cell: dict[str, Any], steps: int) -> dict[str, Any]
     before = allocator_peak()
     with jax.set_mesh(mesh):
         # The schedule's length changes no time.
-        learner = Learner(lambda rngs: model(config, rngs=rngs), make_optimizer(OptimizerConfig(), 1000), mesh)
+        options = OptimizerConfig(loss_chunk=cell["loss_chunk"])
+        build, optimizer = partial(model, config), make_optimizer(options, 1000)
+        learner = Learner(lambda rngs: build(rngs=rngs), optimizer, mesh, loss_chunk=options.loss_chunk)
         batch = shard_batch(make_batch(config.vocab_size, cell["length"], cell["tokens"]), mesh)
         start = time.perf_counter()
         lowered = learner.update.lower(learner.abstract(), batch)

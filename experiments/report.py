@@ -69,7 +69,7 @@ KINDS = (
         plot_training.plot,
         (
             *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "implementation"),
-            *("conv_implementation", "unroll", "residuals", "steps"),
+            *("conv_implementation", "unroll", "residuals", "loss_chunk", "xla_flags", "steps"),
         ),
         "side",
     ),

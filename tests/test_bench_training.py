@@ -281,6 +281,8 @@ CELL = {
         "conv_implementation": None,
         "unroll": 1,
         "residuals": "recompute",
+        "loss_chunk": None,
+        "xla_flags": None,
         "remat": "dots",
         "too_large": ["none"],
     },
@@ -294,7 +296,7 @@ STORED = {
         {**CELL, "length": 65536, "tokens_per_s": 1e5, "compile_s": 31.5},
         {**CELL, "remat": "full", "tokens_per_s": 1.0, "packed": True},
         {**CELL, "side": "fla", "too_large": []},
-        {**CELL, "tokens": 4096, "tokens_per_s": 9e5},
+        {**CELL, "tokens": 4096, "tokens_per_s": 9e5, "loss_chunk": 512, "xla_flags": "--xla_some=1"},
         {k: v for k, v in {**CELL, "model": TRANSFORMER, "error": "bad | kernel"}.items() if k != "tokens_per_s"},
     ],
 }
@@ -310,6 +312,7 @@ def test_table_from_a_stored_file():
     row = "| 340m | kda | qdelta_jax | 1 x 65536 | 100000 | 0.45 | 530 |  | 3 | 31.5 | dots | 9 |"
     assert f"{row} preset gated_delta_net2; too large: none |" in text
     assert "| preset gated_delta_net2; packed; too large: none |" in text
+    assert "| preset gated_delta_net2; loss_chunk 512; --xla_some=1; too large: none |" in text
     assert "too large: none; bad / kernel |" in text
     assert {line.count("|") for line in text.splitlines() if line} == {14}
 

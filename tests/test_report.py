@@ -35,7 +35,7 @@ RECALL = {
 STEP = {
     **{"model": "kda", "side": "qdelta_jax", "size": "340m", "family": "kda", "length": 64, "tokens": 128},
     **{"policies": ["none"], "remat": "none", "too_large": [], "packed": False, "implementation": None, "steps": 2},
-    **{"conv_implementation": None, "unroll": 1, "residuals": "recompute"},
+    **{"conv_implementation": None, "unroll": 1, "residuals": "recompute", "loss_chunk": None, "xla_flags": None},
     **{"tokens_per_s": 2000.0, "utilisation": 0.5, **WHEN},
 }
 MEASURED = {"mean": [0.5], "quantile_0.5": [0.625], "bins_from_to": [0.0, 1.0], "tokens_in_bins": [[1, 0, 3]]}
