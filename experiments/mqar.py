@@ -7,7 +7,8 @@
 Two layers, the embedding tied to the output. Blocks of one width weigh the same (`training_models.weigh`) and their
 memories hold as many numbers: heads of one size for every rule, and in hybrids a sliding window of as many tokens as
 a rule's memory has numbers for. Full attention keeps all that it reads; it has to recall nearly everything, or the
-harness is wrong. "transformer+conv" has the short convolutions that the layers of rules have; the plain one must learn
+harness is wrong. In the full grid some rows of the training have fewer pairs (`--halvings`): with many pairs alone the
+rules that decay hardly begin. "transformer+conv" has the short convolutions that the layers of rules have; the plain one must learn
 which token stands before another from its rotations, and is often stuck at 1/pairs: it picks any value of the row.
 For each setting, width and model the same learning rates are tried with a seed of their own (0), the best on validation
 examples is picked, and seeds 1, 2 .. at that rate are tested on others. Training is `make_optimizer` (AdamW, warm-up,
@@ -19,7 +20,7 @@ Budget. Runs of a setting, width and model: rates + seeds = 5 (toy), 6 (full).
     full    one H200: 5 settings x 4 widths x 15 models = 1,800 runs of 50M tokens (6,100 steps), three at once. A run
             may take 10 minutes; at (512, 64) and a width of 64 three at once took 17 s, and a model 16 to 63 s to
             compile beside others. Expected: 30 s (128), 60 s (256), 180 s (512)
-Cells come in this order, all models of a setting and width before the next: settings (256, 64), (512, 64), (256, 16),
+Cells come in this order, all models of a setting and width before the next: settings (512, 64), (256, 64), (256, 16),
 (128, 8), (64, 4), in each the widths 64, 128, 256, 512. Expected for a setting, compilation included: 25 minutes at
 widths of 64 and 128, 40 at 256, 100 at 512. With less time, the first setting and `--widths 64 128` are what to run.
 

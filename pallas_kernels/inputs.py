@@ -11,7 +11,7 @@ from jax import Array, lax
 from pallas_kernels import states
 from pallas_kernels.layout import Layout
 from pallas_kernels.linear import terms
-from pallas_kernels.problem import Problem
+from pallas_kernels.problem import Problem, contracts
 from pallas_kernels.rule import GATE, TiledRule, Unsupported
 from pallas_kernels.scores import LOG2_E, floor
 from pallas_kernels.tiles import C, Numbers
@@ -46,9 +46,12 @@ def make_problem(
     if not isinstance(scale, int | float | np.number):
         raise ValueError(f"scale: got {type(scale).__name__}, want a number that is known when the kernel is built")
     erases = "e" not in rule.absent
-    # Keys of unit norm keep what the delta rules multiply small, and float16 has three bits more; a memory that only
-    # adds up may grow past float16's range. Two parts have the digits, and bfloat16 the range of float32.
-    dtype = jnp.float16 if erases and not accurate and not gradients else jnp.bfloat16
+    # I - beta k k^T with a key of unit norm and beta in [0, 2] lengthens nothing, and float16 has three bits more. Of
+    # any other e the products of I - k e^T may grow, and a memory that only adds up may, past float16's range. Two
+    # parts have the digits, and bfloat16 the range of float32.
+    factors = terms(rule)
+    narrow = contracts(factors) and not accurate and not gradients
+    dtype = jnp.float16 if narrow else jnp.bfloat16
     decay = rule.decay_axis
     if decay is None and segmented:
         decay = "head"
@@ -64,7 +67,7 @@ def make_problem(
         numbers=Numbers(dtype, 2 if accurate else 1, interpret),
         dtype=jnp.dtype(q.dtype),
         erases=erases,
-        terms=terms(rule),
+        terms=factors,
         decay=decay,
         masked=masked or q.shape[1] % C != 0,
         segmented=segmented,

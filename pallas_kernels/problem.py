@@ -9,6 +9,12 @@ from jax import lax
 from pallas_kernels.tiles import C, Numbers
 
 
+def contracts(terms: tuple[str, ...] | None) -> bool:
+    """Whether e is beta k: I - k e^T lengthens nothing for a key of unit norm and beta in [0, 2]. The products of
+    others may grow without end (docs/kernels.md, Numbers)."""
+    return terms == ("k",)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One call: B sequences of T tokens, HV heads of state [K, V]; H heads of q and k, each for HV / H value heads."""

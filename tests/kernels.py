@@ -139,6 +139,26 @@ def segments(shape: Shape) -> np.ndarray:
     return ids
 
 
+def growing(name: str, length: int) -> dict:
+    """Two keys in turn whose transitions multiply a direction by 1.118 ("q_delta") or 1.109 a token: no decay, gates in
+    [0, 1]. From 1 it is past float16's 65504 after 110 tokens; everything else is as in tests/cases.py."""
+    inputs = make_inputs(name, Shape(1, length, 1, 1, 16, 24))
+    odd = np.arange(length) % 2
+    q, k = (np.zeros((1, length, 1, 16)) for _ in range(2))
+    gates = {n: np.ones_like(x) for n, x in inputs["gates"].items()}
+    gates["log_decay"][:] = 0.0
+    if name == "q_delta":
+        root = 1.25**0.5
+        k[0, :, 0, :2] = np.array([[1, 0], [1 / root, 0.5 / root]])[odd]
+        q[0, :, 0, :2] = np.array([[0, 1], [0.5 / root, -1 / root]])[odd]
+        gates["feedback"][:] = 0.5
+    else:
+        k[0, :, 0, :2] = np.array([[0.5, 0.75**0.5], [0.75**0.5, 0.5]])[odd]
+        q = np.asarray(inputs["q"], np.float64)
+        gates["erase"][0, :, 0, :2] = np.array([[1, 0], [0, 1]])[odd]
+    return {**inputs, "q": q, "k": k, "gates": gates}
+
+
 def poisoned(inputs: dict, ids: np.ndarray) -> dict:
     """NaN wherever there is padding."""
     poison = lambda x: np.where((ids == 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), np.nan, x)  # noqa: E731

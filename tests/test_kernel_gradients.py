@@ -19,6 +19,7 @@ from kernels import (
     all_heads,
     any_machine,
     check_gradients,
+    growing,
     one_head,
     poisoned,
     run_kernels,
@@ -31,6 +32,7 @@ from tolerances import (
     KERNEL_GRADIENT,
     KERNEL_GRADIENT_16,
     KERNEL_GRADIENT_16_DECAY,
+    KERNEL_GROWING,
     assert_close,
     relative_error,
 )
@@ -74,6 +76,14 @@ def test_every_kind_of_rule(name):
 def test_16_bit_inputs_and_wide_grouped_heads(name):
     limits = {"tolerance": KERNEL_GRADIENT_16, "of_decay": KERNEL_GRADIENT_16_DECAY}
     check_gradients(name, make_inputs(name, WIDE), make_cotangents(WIDE), how=by_kernels, dtype=BF16, **limits)
+
+
+@pytest.mark.parametrize("name", ["q_delta", "gated_delta_net2"])
+def test_transitions_that_grow(name):
+    """Past the range of float16 long before the end, and everything is finite."""
+    shape = Shape(1, 192, 1, 1, 16, 24)
+    limits = {"dtype": BF16, "tolerance": KERNEL_GROWING}
+    check_gradients(name, growing(name, shape.length), make_cotangents(shape), how=by_kernels, **limits)
 
 
 @pytest.mark.parametrize("name", ["gla"] + ["q_delta"] * ON_GPU)
