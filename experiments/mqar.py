@@ -5,11 +5,12 @@
     python -m experiments.mqar --grid full --models q_delta transformer+conv --widths 128 --settings 256 16
 
 Two layers, the embedding tied to the output. Blocks of one width weigh the same (`training_models.weigh`) and their
-memories hold as many numbers: heads of one size for every rule, and in hybrids a sliding window of as many tokens as
-a rule's memory has numbers for. Full attention keeps all that it reads; it has to recall nearly everything, or the
+memories hold as many numbers: heads of one size for every rule, and in hybrids a sliding window of as many tokens as a
+rule's memory has numbers for. Full attention keeps all that it reads; it has to recall nearly everything, or the
 harness is wrong. In the full grid some rows of the training have fewer pairs (`--halvings`): with many pairs alone the
-rules that decay hardly begin. "transformer+conv" has the short convolutions that the layers of rules have; the plain one must learn
-which token stands before another from its rotations, and is often stuck at 1/pairs: it picks any value of the row.
+rules that decay hardly begin. "transformer+conv" has the short convolutions that the layers of rules have; the plain
+one must learn which token stands before another from its rotations, and is often stuck at 1/pairs: it picks any value
+of the row.
 For each setting, width and model the same learning rates are tried with a seed of their own (0), the best on validation
 examples is picked, and seeds 1, 2 .. at that rate are tested on others. Training is `make_optimizer` (AdamW, warm-up,
 cosine) on the mean loss of the queries; a seed draws initial parameters and the order of the examples, and the same
