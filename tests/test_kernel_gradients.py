@@ -78,7 +78,7 @@ def test_16_bit_inputs_and_wide_grouped_heads(name):
     check_gradients(name, make_inputs(name, WIDE), make_cotangents(WIDE), how=by_kernels, dtype=BF16, **limits)
 
 
-@pytest.mark.parametrize("name", ["q_delta", "gated_delta_net2"])
+@pytest.mark.parametrize("name", ["gated_delta_net2"] + ["q_delta"] * ON_GPU)
 def test_transitions_that_grow(name):
     """Past the range of float16 long before the end, and everything is finite."""
     shape = Shape(1, 192, 1, 1, 16, 24)
