@@ -69,7 +69,7 @@ def main(options: Parallel, arguments: list[str]) -> list[str]:
         try:
             left = grid.minutes - (time.perf_counter() - began) / 60
             if left <= 0:
-                print(f"{model}: no time is left", flush=True)
+                say(f"{model}: no time is left")
                 return True
             # Of an option that is given twice the last counts.
             own = [*arguments, "--models", model, "--minutes", f"{left:.2f}"]
@@ -81,7 +81,7 @@ def main(options: Parallel, arguments: list[str]) -> list[str]:
                 command = [sys.executable, "-m", f"experiments.{options.experiment}", *own]
                 code = subprocess.run(command, check=False, env=environment, stdout=file, stderr=file).returncode
             last = (log.read_text().splitlines() or [""])[-1]
-            print(f"{model}: {last if not code else f'ended with {code}, see {log}'}", flush=True)
+            say(f"{model}: {last if not code else f'ended with {code}, see {log}'}")
             return not code
         finally:
             slots.put(device)
@@ -89,6 +89,12 @@ def main(options: Parallel, arguments: list[str]) -> list[str]:
     with ThreadPoolExecutor(options.each * len(found)) as pool:
         fine = list(pool.map(run, grid.models))
     return [model for model, ended_well in zip(grid.models, fine, strict=True) if not ended_well]
+
+
+def say(text: str) -> None:
+    """In one piece: others speak, too."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def devices() -> list[str | None]:

@@ -9,12 +9,14 @@ A block walks along some tokens of some channels and keeps what the next ones ne
 once for each tap, and the gradient's intermediates from memory.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -54,7 +56,7 @@ class _How(NamedTuple):
     eps: float
 
 
-def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any) -> None:
+def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any, eps: Any) -> None:
     """
     Raises:
         ValueError: naming the argument, what came and what is wanted.
@@ -71,8 +73,11 @@ def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any) -> None:
         raise ValueError(f"runs: got {shape(runs)} {getattr(runs, 'dtype', '')}, want integers {x.shape[:2]}")
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype: got {dtype}, want a floating one")
-    if head is not None and (not isinstance(head, int) or head < 1 or x.shape[2] % head):
+    whole = isinstance(head, int | np.integer) and not isinstance(head, bool)
+    if head is not None and (not whole or head < 1 or x.shape[2] % head):
         raise ValueError(f"head: got {head}, want None or a number that divides the {x.shape[2]} channels of x")
+    if not isinstance(eps, int | float | np.number) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps: got {eps!r}, want a finite number of at least 0")
 
 
 def convolution_unsupported(x: Any, kernel: Any, *, head: int | None = None) -> str | None:
@@ -134,12 +139,13 @@ def convolution(
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
-    _check(x, kernel, runs, dtype, head)
+    _check(x, kernel, runs, dtype, head, eps)
     reason = convolution_unsupported(x, kernel, head=head)
     if reason is not None:
         raise NotImplementedError(reason)
     x, kernel = reverse_mode_only((x, kernel), REFUSED)
-    return _differentiable(_How(silu, dtype, interpret, head, float(eps)), x, kernel, runs)
+    how = _How(silu, dtype, interpret, None if head is None else int(head), float(eps))
+    return _differentiable(how, x, kernel, runs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -228,7 +228,13 @@ def test_bad_arguments(x, kernel, runs, dtype, message):
         pallas_kernels.convolution(jnp.ones(x), jnp.ones(kernel), runs, True, dtype, INTERPRET)
 
 
-@pytest.mark.parametrize("head", [0, 48, 64.0])
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), "1"])
+def test_bad_eps(eps):
+    with pytest.raises(ValueError, match=f"eps: got {eps!r}, want a finite number of at least 0"):
+        pallas_kernels.convolution(jnp.ones((1, 6, 256)), jnp.ones((4, 256)), head=64, eps=eps)
+
+
+@pytest.mark.parametrize("head", [0, 48, 64.0, True])
 def test_bad_heads(head):
     with pytest.raises(ValueError, match=f"head: got {head}, want None or a number that divides the 256 channels of x"):
         pallas_kernels.convolution(jnp.ones((1, 6, 256)), jnp.ones((4, 256)), head=head)
@@ -296,6 +302,8 @@ def test_what_it_cannot_do():
             layer_of(draw((1, 9, 128, 4))[1])(x)
     with pytest.raises(ValueError, match="implementation: got 'cuda', want None, 'xla' or 'mosaic'"):
         ShortConvolution(128, implementation="cuda", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"norm_eps: got -1.0, want at least 0"):
+        ShortConvolution(128, norm_size=64, norm_eps=-1.0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="norm_size: got 48, want a number that divides channels = 128"):
         ShortConvolution(128, norm_size=48, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="conv_implementation: got 'cuda'"):

@@ -163,6 +163,8 @@ class ShortConvolution(nnx.Module):
         if self.norm_size is not None and channels % self.norm_size:
             raise ValueError(f"norm_size: got {norm_size}, want a number that divides channels = {channels}")
         self.norm_eps = check_number("norm_eps", norm_eps)
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps: got {norm_eps}, want at least 0")
         # fan_in of a [W, C] kernel is W: +-sqrt(3 * (1/3) / W).
         kernel_init = kernel_init or nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = partitioned(kernel_init, (None, "heads"))
