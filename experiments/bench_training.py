@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -291,8 +291,8 @@ def run(config: ModelConfig, cell: dict[str, Any], steps: int) -> dict[str, Any]
     with jax.set_mesh(mesh):
         # The schedule's length changes no time.
         options = OptimizerConfig(loss_chunk=cell["loss_chunk"])
-        build, optimizer = partial(model, config), make_optimizer(options, 1000)
-        learner = Learner(lambda rngs: build(rngs=rngs), optimizer, mesh, loss_chunk=options.loss_chunk)
+        build, optimizer = lambda rngs: model(config, rngs=rngs), make_optimizer(options, 1000)
+        learner = Learner(build, optimizer, mesh, loss_chunk=options.loss_chunk)
         batch = shard_batch(make_batch(config.vocab_size, cell["length"], cell["tokens"]), mesh)
         start = time.perf_counter()
         lowered = learner.update.lower(learner.abstract(), batch)

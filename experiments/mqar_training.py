@@ -69,6 +69,15 @@ class State(NamedTuple):
     opt_state: Any
 
 
+def training_pairs(pairs: int, halvings: int) -> list[int]:
+    """Of the rows that are trained on, in equal parts.
+
+    >>> training_pairs(12, 2), training_pairs(2, 3)
+    ([12, 6, 3], [2, 1])
+    """
+    return [pairs >> i for i in range(halvings + 1) if pairs >> i]
+
+
 @cache
 def make_data(plan: Plan) -> tuple[Data, Data, Data]:
     """For training, validation and test: the same for every model and seed."""
@@ -79,9 +88,9 @@ def make_data(plan: Plan) -> tuple[Data, Data, Data]:
         places = np.sort(np.argsort(~mask, axis=1, stable=True)[:, : plan.pairs], axis=1).astype(np.int32)
         return Data(inputs, places, *(np.take_along_axis(x, places, axis=1) for x in (targets, mask)))
 
-    kinds = 1 + min(plan.halvings, plan.pairs.bit_length() - 1)
-    sizes = [len(part) for part in np.array_split(np.arange(plan.examples), kinds)]
-    parts = [draw(n, (0, 0, i) if i else (0, 0), plan.pairs >> i) for i, n in enumerate(sizes)]
+    kinds = training_pairs(plan.pairs, plan.halvings)
+    sizes = [len(part) for part in np.array_split(np.arange(plan.examples), len(kinds))]
+    parts = [draw(n, (0, 0, i) if i else (0, 0), pairs) for i, (n, pairs) in enumerate(zip(sizes, kinds, strict=True))]
     train = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     return jax.tree.map(jnp.asarray, (train, draw(plan.held_out, (0, 1)), draw(plan.held_out, (0, 2))))
 

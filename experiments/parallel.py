@@ -64,7 +64,8 @@ def main(options: Parallel, arguments: list[str]) -> list[str]:
         for device in found:
             slots.put(device)
 
-    def run(model: str) -> bool:
+    def trained(model: str) -> bool:
+        """Whether its process ended well."""
         device = slots.get()
         try:
             left = grid.minutes - (time.perf_counter() - began) / 60
@@ -87,7 +88,7 @@ def main(options: Parallel, arguments: list[str]) -> list[str]:
             slots.put(device)
 
     with ThreadPoolExecutor(options.each * len(found)) as pool:
-        fine = list(pool.map(run, grid.models))
+        fine = list(pool.map(trained, grid.models))
     return [model for model, ended_well in zip(grid.models, fine, strict=True) if not ended_well]
 
 

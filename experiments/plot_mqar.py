@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from experiments.mqar_training import training_pairs
 from experiments.outcomes import picked, remark
 from experiments.style import COLORS, MARKERS, pyplot
 from experiments.tables import header, line, run_plot, save, write
@@ -79,13 +80,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def trained_on(row: dict[str, Any]) -> str:
-    """Pairs of the training rows.
-
-    >>> trained_on({"pairs": 12, "options": {"halvings": 2}})
-    '12, 6, 3'
-    """
-    pairs = [row["pairs"] >> i for i in range(row["options"].get("halvings", 0) + 1)]
-    return ", ".join(str(x) for x in pairs if x)
+    """Pairs of the training rows."""
+    return ", ".join(map(str, training_pairs(row["pairs"], row["options"].get("halvings", 0))))
 
 
 def percent(x: float | None) -> str:

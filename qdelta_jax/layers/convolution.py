@@ -211,10 +211,10 @@ class ShortConvolution(nnx.Module):
         kernel = self.kernel.get_value()
         if cache is None and self._kernel_runs(x):
             options: dict[str, Any] = {"silu": self.activation == "silu", "dtype": jnp.dtype(self.dtype or x.dtype)}
-            if self.norm_size is None or pallas_kernels.convolution_unsupported(x, kernel, head=self.norm_size):
-                return self._normed(activation(_by_kernel(x, kernel, segment_ids, zeros_last, **options))), None
-            options |= {"head": self.norm_size, "eps": self.norm_eps}
-            return activation(_by_kernel(x, kernel, segment_ids, zeros_last, **options)), None
+            inside = not pallas_kernels.convolution_unsupported(x, kernel, head=self.norm_size)
+            options |= {"head": self.norm_size, "eps": self.norm_eps} if inside else {}
+            y = activation(_by_kernel(x, kernel, segment_ids, zeros_last, **options))
+            return y if inside else self._normed(y), None
         y, after = short_convolution(x, kernel, cache=cache, segment_ids=segment_ids, zeros_last=zeros_last)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias.get_value().astype(y.dtype), y.shape)
@@ -228,6 +228,4 @@ class ShortConvolution(nnx.Module):
         return y, None if cache is None else after
 
     def _normed(self, y: Array) -> Array:
-        if self.norm_size is None:
-            return y
         return l2_normalize(y.reshape(*y.shape[:2], -1, self.norm_size), self.norm_eps).reshape(y.shape)
