@@ -9,7 +9,6 @@ A block walks along some tokens of some channels and keeps what the next ones ne
 once for each tap, and the gradient's intermediates from memory.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.inputs import DTYPES
 from pallas_kernels.mesh import without_axes
 from pallas_kernels.refusals import no_derivative, reverse_mode_only
+from pallas_kernels.supports import machine
 
 TOKENS = 64
 """Of a block; the gradient computes W - 1 more, which belong to the next."""
@@ -38,6 +38,9 @@ THREADS = WARPS * LANES
 
 HEADS = (16, 32, 64, 128)
 """Sizes of heads that a norm can be over."""
+
+EPS = (float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max))
+"""Least and most that can stand under a root: what is less is 0 on a GPU, and the norm of zeros not a number."""
 
 REFUSED = (
     "second derivatives and forward-mode derivatives do not go through pallas_kernels.convolution, which has gradients "
@@ -56,7 +59,7 @@ class _How(NamedTuple):
     eps: float
 
 
-def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any, eps: Any) -> None:
+def _check(x: Any, kernel: Any, dtype: Any, head: Any) -> None:
     """
     Raises:
         ValueError: naming the argument, what came and what is wanted.
@@ -69,21 +72,41 @@ def _check(x: Any, kernel: Any, runs: Any, dtype: Any, head: Any, eps: Any) -> N
         raise ValueError(f"x: got {shape(x)}, want [B, T, C], no axis empty")
     if getattr(kernel, "ndim", None) != 2 or kernel.shape[0] < 1 or kernel.shape[1] != x.shape[2]:
         raise ValueError(f"kernel: got {shape(kernel)}, want [W, C] with C = {x.shape[2]} as x has it")
-    if runs is not None and (shape(runs) != x.shape[:2] or not jnp.issubdtype(runs.dtype, jnp.integer)):
-        raise ValueError(f"runs: got {shape(runs)} {getattr(runs, 'dtype', '')}, want integers {x.shape[:2]}")
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype: got {dtype}, want a floating one")
+    try:
+        floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):  # no dtype at all
+        floating = False
+    if not floating:
+        raise ValueError(f"dtype: got {dtype!r}, want None or a floating dtype")
     whole = isinstance(head, int | np.integer) and not isinstance(head, bool)
     if head is not None and (not whole or head < 1 or x.shape[2] % head):
-        raise ValueError(f"head: got {head}, want None or a number that divides the {x.shape[2]} channels of x")
-    if not isinstance(eps, int | float | np.number) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps: got {eps!r}, want a finite number of at least 0")
+        raise ValueError(f"head: got {head!r}, want None or an integer that divides the {x.shape[2]} channels of x")
 
 
-def convolution_unsupported(x: Any, kernel: Any, *, head: int | None = None) -> str | None:
-    """Why `convolution` cannot take such arrays and heads, whatever the machine; None if it can."""
-    if jnp.dtype(x.dtype) not in DTYPES or jnp.dtype(kernel.dtype) not in DTYPES:
-        return f"x has dtype {x.dtype} and the kernel {kernel.dtype}; want bfloat16, float16 or float32"
+def _check_more(x: Any, runs: Any, silu: Any, eps: Any) -> None:
+    """The same for what counts in a call only."""
+    array = hasattr(runs, "shape") and hasattr(runs, "dtype")
+    if runs is not None and not (array and runs.shape == x.shape[:2] and jnp.issubdtype(runs.dtype, jnp.integer)):
+        got = f"{runs.shape} {runs.dtype}" if array else type(runs).__name__
+        raise ValueError(f"runs: got {got}, want None or an array of integers [B, T] = {x.shape[:2]}")
+    if not isinstance(silu, bool | np.bool_):
+        raise ValueError(f"silu: got {silu!r}, want True or False")
+    real = isinstance(eps, int | float | np.integer | np.floating) and not isinstance(eps, bool)
+    number = eps.item() if isinstance(eps, np.generic) else eps  # Python's compare as they are, whatever their size
+    if not real or not EPS[0] <= number <= EPS[1]:
+        raise ValueError(f"eps: got {eps!r}, want a number above 0 that float32 holds, {EPS[0]:.3g} .. {EPS[1]:.3g}")
+
+
+def convolution_unsupported(x: Any, kernel: Any, *, head: int | None = None, dtype: Any = None) -> str | None:
+    """Why `convolution` cannot take such arrays, heads and dtype of the result, whatever the machine; None if it can.
+
+    Raises:
+        ValueError: an argument would not fit on any machine; the message names it.
+    """
+    _check(x, kernel, dtype, head)
+    for name, given in (("x", x.dtype), ("the kernel", kernel.dtype), ("the result", dtype or x.dtype)):
+        if jnp.dtype(given) not in DTYPES:
+            return f"{name} has dtype {jnp.dtype(given)}, want bfloat16, float16 or float32"
     if not 1 <= kernel.shape[0] <= TOGETHER + 1:
         return f"the kernel has {kernel.shape[0]} taps, want 1 to {TOGETHER + 1}"
     if x.shape[2] % THREADS:
@@ -125,26 +148,29 @@ def convolution(
         kernel: [W, C], W at most 5; the last row meets the token itself.
         runs: [B, T] integers, equal for tokens of one segment, which lie together; None: a row is one segment.
         silu: False: no activation.
-        dtype: of the result; x's by default.
+        dtype: of the result, one of the same; x's by default.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
         head: so many neighbouring channels are normed together: 16, 32 or 64, C a multiple of 256, or 128, C one of
             512; None: no norm, y = s.
-        eps: under the root.
+        eps: under the root, above 0.
     Returns:
         y [B, T, C].
     Raises:
-        ValueError: an array does not fit; the message names it.
-        NotImplementedError: such arrays cannot be taken (`convolution_unsupported` says why), or it is differentiated
-            twice, or in forward mode.
+        ValueError: an argument does not fit; the message names it.
+        NotImplementedError: such arrays cannot be taken (`convolution_unsupported` says why), the device is no Hopper
+            GPU, or it is differentiated twice, or in forward mode.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
-    _check(x, kernel, runs, dtype, head, eps)
-    reason = convolution_unsupported(x, kernel, head=head)
+    reason = convolution_unsupported(x, kernel, head=head, dtype=dtype)
+    _check_more(x, runs, silu, eps)
     if reason is not None:
         raise NotImplementedError(reason)
+    reason = machine(x) if interpret is None else None
+    if reason is not None:
+        raise NotImplementedError(f"convolution with interpret=None: {reason}")
     x, kernel = reverse_mode_only((x, kernel), REFUSED)
-    how = _How(silu, dtype, interpret, None if head is None else int(head), float(eps))
+    how = _How(bool(silu), dtype, interpret, None if head is None else int(head), float(eps))
     return _differentiable(how, x, kernel, runs)
 
 

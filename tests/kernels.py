@@ -52,7 +52,7 @@ def run_stand_in(**overrides):
 def any_machine():
     """No question is asked about the device: for programs that are not run."""
     with ExitStack() as stack:
-        for module in ("pallas_kernels", "pallas_kernels.supports", "pallas_kernels.inverse"):
+        for module in ("pallas_kernels", *(f"pallas_kernels.{x}" for x in ("supports", "inverse", "convolution"))):
             stack.enter_context(mock.patch.object(sys.modules[module], "machine", return_value=None))
         yield
 

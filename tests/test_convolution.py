@@ -128,6 +128,67 @@ def test_module():
     assert_close(half, y, 1e-2)
 
 
+REFUSED = [
+    ({"norm_eps": 0.0}, "norm_eps: got 0.0, want a number above 0"),
+    ({"norm_eps": 1e-40}, "norm_eps: got 1e-40, want a number above 0 that float32 holds"),
+    ({"norm_eps": 10**400}, "norm_eps: got 1000.*, want a number above 0"),
+    ({"norm_eps": True}, "norm_eps: got True"),
+    ({"use_bias": "no"}, "use_bias: got 'no', want True or False"),
+    ({"dtype": jnp.int32}, "dtype: got .*int32.*, want a floating dtype, or None"),
+    ({"dtype": "junk"}, "dtype: got 'junk', want a floating dtype, or None"),
+    ({"param_dtype": None}, "param_dtype: got None, want a floating dtype"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_bad_options(options, message):
+    """Without the annotation checks of this suite, which would raise first."""
+    unchecked = nnx.eval_shape(lambda: ShortConvolution(3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(ShortConvolution.__init__)(unchecked, 3, **options, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("channels", "options", "message"),
+    [
+        (128, {"width": 6}, "the kernel has 6 taps, want 1 to 5"),
+        (96, {}, "x has 96 channels, want a multiple of 128"),
+        (128, {"use_bias": True}, "there is a bias"),
+        (128, {"dtype": jnp.float64}, "the result has dtype float64, want bfloat16, float16 or float32"),
+    ],
+)
+def test_a_kernel_that_can_never_run_is_refused_at_once(channels, options, message):
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic' of a short .* cannot run: {message}"):
+        nnx.eval_shape(lambda: ShortConvolution(channels, **options, implementation="mosaic", rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ([0.0], r"cache: got list, want an array \[B,W-1,C\] = \(1, 3, 3\)"),
+        (np.zeros((1, 3, 3), int), "cache: got dtype int64, want a floating dtype"),
+        (np.zeros((1, 3, 3), bool), "cache: got dtype bool, want a floating dtype"),
+        (np.zeros((1, 3, 3), complex), "cache: got dtype complex128, want a floating dtype"),
+    ],
+)
+def test_bad_caches(cache, message):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(short_convolution)(np.ones((1, 5, 3)), np.ones((4, 3)), cache=cache)
+
+
+@pytest.mark.parametrize("norm_size", [None, 2])
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
+def test_nothing_in_is_nothing_out(shape, norm_size):
+    """With and without segments; a cache stays what it is."""
+    layer = ShortConvolution(4, norm_size=norm_size, rngs=nnx.Rngs(0))
+    x, ids, cache = jnp.ones(shape), jnp.ones(shape[:2], jnp.int32), jnp.ones((shape[0], 3, 4))
+    for options in ({}, {"segment_ids": ids}, {"segment_ids": ids, "zeros_last": True}):
+        assert jax.eval_shape(lambda x, o=options: layer(x, **o)[0], x).shape == shape
+    if not shape[1]:
+        for options in ({}, {"segment_ids": ids}):
+            assert_close(layer(x, cache=cache, **options)[1], cache, 0.0)
+
+
 def test_refusals():
     for given, message in (((3, 0), "width: got 0"), ((0, 2), "channels: got 0, want")):
         with pytest.raises(ValueError, match=message):

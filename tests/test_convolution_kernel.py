@@ -1,5 +1,7 @@
 """The kernels of the short convolution against the definition in float64, and in a layer."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +156,8 @@ def test_lowers_for_cuda_and_under_vmap(segmented, dtype, channels, head):
         f = lambda *a: pallas_kernels.convolution(*a, runs if segmented else None, head=head)  # noqa: E731
         return jax.vjp(f, x, kernel)[1](x)
 
-    made = jax.jit(jax.vmap(gradient, in_axes=(0, None, None))).trace(x, kernel, runs)
+    with any_machine():
+        made = jax.jit(jax.vmap(gradient, in_axes=(0, None, None))).trace(x, kernel, runs)
     assert made.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 1
 
 
@@ -216,8 +219,9 @@ BAD = [
     ((1, 6, 128), (128,), None, None, r"kernel: got \(128,\)"),
     ((6, 128), (4, 128), None, None, r"x: got \(6, 128\), want \[B, T, C\]"),
     ((1, 0, 128), (4, 128), None, None, r"x: got \(1, 0, 128\).*no axis empty"),
-    ((2, 6, 128), (4, 128), (1, 6), None, r"runs: got \(1, 6\) int32, want integers \(2, 6\)"),
-    ((2, 6, 128), (4, 128), None, jnp.int8, "dtype: got .*int8.*, want a floating one"),
+    ((2, 6, 128), (4, 128), (1, 6), None, r"runs: got \(1, 6\) int32, want None or .* integers \[B, T\] = \(2, 6\)"),
+    ((2, 6, 128), (4, 128), None, jnp.int8, "dtype: got .*int8.*, want None or a floating dtype"),
+    ((2, 6, 128), (4, 128), None, "junk", "dtype: got 'junk', want None or a floating dtype"),
 ]
 
 
@@ -228,16 +232,47 @@ def test_bad_arguments(x, kernel, runs, dtype, message):
         pallas_kernels.convolution(jnp.ones(x), jnp.ones(kernel), runs, True, dtype, INTERPRET)
 
 
-@pytest.mark.parametrize("eps", [-1.0, float("nan"), "1"])
+X, TAPS = np.ones((1, 6, 256), np.float32), np.ones((4, 256), np.float32)
+
+
+@pytest.mark.parametrize("eps", [-1.0, 0, 1e-40, np.float16(0), float("nan"), float("inf"), 10**400, True, "1", 1j])
 def test_bad_eps(eps):
-    with pytest.raises(ValueError, match=f"eps: got {eps!r}, want a finite number of at least 0"):
-        pallas_kernels.convolution(jnp.ones((1, 6, 256)), jnp.ones((4, 256)), head=64, eps=eps)
+    with pytest.raises(ValueError, match=re.escape(f"eps: got {eps!r}, want a number above 0 that float32 holds")):
+        pallas_kernels.convolution(X, TAPS, head=64, eps=eps)
 
 
-@pytest.mark.parametrize("head", [0, 48, 64.0, True])
+@pytest.mark.parametrize("head", [0, 48, 64.0, True, "64", np.float32(64), np.array([64])])
 def test_bad_heads(head):
-    with pytest.raises(ValueError, match=f"head: got {head}, want None or a number that divides the 256 channels of x"):
-        pallas_kernels.convolution(jnp.ones((1, 6, 256)), jnp.ones((4, 256)), head=head)
+    """The call and the question whether it can be made say the same."""
+    for ask in (pallas_kernels.convolution, pallas_kernels.convolution_unsupported):
+        with pytest.raises(ValueError, match=re.escape(f"head: got {head!r}, want None or an integer that divides")):
+            ask(X, TAPS, head=head)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"silu": "no"}, "silu: got 'no', want True or False"),
+        ({"runs": [[1] * 6]}, r"runs: got list, want None or an array of integers \[B, T\] = \(1, 6\)"),
+        ({"runs": np.ones((1, 6), bool)}, r"runs: got \(1, 6\) bool, want None or an array of integers"),
+        ({"dtype": "float64"}, "the result has dtype float64, want bfloat16, float16 or float32"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        pallas_kernels.convolution(X, TAPS, **options)
+
+
+def test_a_dtype_that_the_kernel_cannot_write_is_left_to_xla():
+    layer = ShortConvolution(128, dtype=jnp.float64, rngs=nnx.Rngs(0))
+    with run_kernels(), jax.enable_x64(True):
+        assert jax.eval_shape(lambda x: layer(x)[0], X[:, :, :128]).dtype == jnp.float64
+
+
+@pytest.mark.skipif(ON_GPU, reason="of a machine without a GPU")
+def test_no_gpu():
+    with pytest.raises(NotImplementedError, match="convolution with interpret=None: the kernels are for Hopper GPUs"):
+        pallas_kernels.convolution(X, TAPS)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
@@ -276,14 +311,13 @@ def test_second_derivatives_are_refused_by_name(which, of_kernel):
 
 
 def test_what_it_cannot_do():
-    x, kernel, _, _ = draw((1, 9, 96, 4))
+    x, kernel, _, _ = draw((1, 9, 128, 4))
     layer = layer_of(kernel)
-    with any_machine(), pytest.raises(NotImplementedError, match="x has 96 channels, want a multiple of 128"):
-        layer(x)
-    assert layer(x[:, :1], cache=layer.init_cache(1))[0].shape == (1, 1, 96)
-    x, kernel, _, _ = draw((1, 9, 128, 6))
-    with any_machine(), pytest.raises(NotImplementedError, match="6 taps, want 1 to 5"):
-        layer_of(kernel)(x)
+    with any_machine(), jax.enable_x64(True), pytest.raises(NotImplementedError, match="x has dtype float64, want"):
+        layer(x.astype(jnp.float64))
+    with pytest.raises(ValueError, match=r"x: got \(1, 0, 128\).*no axis empty"):
+        layer(x[:, :0])
+    assert layer(x[:, :1], cache=layer.init_cache(1))[0].shape == (1, 1, 128)
     for channels, head, reason in (
         (768, 48, "the norm is over heads of 48 channels, want 16, 32, 64 or 128"),
         (512, 256, "heads of 256 channels"),
@@ -294,15 +328,12 @@ def test_what_it_cannot_do():
         assert reason in pallas_kernels.convolution_unsupported(x, kernel, head=head)
         with pytest.raises(NotImplementedError, match=reason):
             pallas_kernels.convolution(x, kernel, head=head)
-    x, kernel, _, _ = draw((1, 9, 128, 4))
-    with any_machine(), pytest.raises(NotImplementedError, match="there is a bias"):
-        layer_of(kernel, use_bias=True)(x)
     if not ON_GPU:
         with pytest.raises(NotImplementedError, match="cannot run: the kernels are for Hopper GPUs"):
-            layer_of(draw((1, 9, 128, 4))[1])(x)
+            layer(draw((1, 9, 128, 4))[0])
     with pytest.raises(ValueError, match="implementation: got 'cuda', want None, 'xla' or 'mosaic'"):
         ShortConvolution(128, implementation="cuda", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"norm_eps: got -1.0, want at least 0"):
+    with pytest.raises(ValueError, match=r"norm_eps: got -1.0, want a number above 0"):
         ShortConvolution(128, norm_size=64, norm_eps=-1.0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="norm_size: got 48, want a number that divides channels = 128"):
         ShortConvolution(128, norm_size=48, rngs=nnx.Rngs(0))

@@ -1,5 +1,7 @@
 """Layers, models and configurations say in a ValueError which argument is wrong."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -90,6 +92,23 @@ def test_cache_of_another_batch(layers, kind):
         layers[kind](X, cache=layers[kind].init_cache(1, 4))
 
 
+MIXER_CACHES = [
+    (lambda c: {"state": c.state}, "cache: got dict, want a MixerCache"),
+    (lambda c: c._replace(state=c.state[..., 0]), r"cache.state: got shape \(2, 1, 4\), want \[B,HV,K,V\]"),
+    (lambda c: c._replace(convolutions=0), "cache.convolutions: got int, want a tuple"),
+    (lambda c: c._replace(state=c.state.astype(jnp.int32)), "cache.state: got dtype int32, want float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MIXER_CACHES)
+def test_bad_cache_of_a_mixer(layers, change, message):
+    """Without the annotation checks of this suite, which would raise first."""
+    mixer = layers["mixer"]
+    run = lambda x: inspect.unwrap(Mixer.__call__)(mixer, x, cache=change(mixer.init_cache(2)))  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, X)
+
+
 def test_more_tokens_than_the_cache_holds(layers):
     with pytest.raises(ValueError, match="x: got 3 tokens in one call, want at most the cache's max_length = 2"):
         layers["attention"](X, cache=layers["attention"].init_cache(2, 2))
@@ -151,6 +170,10 @@ def test_counts(config, value):
         (MixerConfig, "value_heads", 2.0),
         (MixerConfig, "decay_lower_bound", 0.0),
         (MixerConfig, "norm_eps", 0.0),
+        (MixerConfig, "normalize_eps", -1),
+        (MixerConfig, "normalize_eps", True),
+        (MixerConfig, "normalize_eps", 1e-50),
+        (MixerConfig, "normalize_eps", 10**400),
         (AttentionConfig, "kv_heads", 1.0),
         (AttentionConfig, "window", True),
         (AttentionConfig, "rope_theta", -1.0),

@@ -13,7 +13,14 @@ from jaxtyping import Float, Int, Shaped
 import pallas_kernels
 from qdelta_jax.checks import check_count, check_segment_ids
 from qdelta_jax.kept import activation
-from qdelta_jax.layers.inputs import check_conv_implementation, check_number
+from qdelta_jax.layers.inputs import (
+    check_conv_implementation,
+    check_dtype,
+    check_dtypes,
+    check_flag,
+    check_floating,
+    check_number,
+)
 from qdelta_jax.layers.linear import Initializer, widened
 from qdelta_jax.layers.partitioning import partitioned
 from qdelta_jax.mosaic import interpreted
@@ -48,13 +55,13 @@ def short_convolution(
         y [B, T, C] in float32 (float64 for float64 inputs), and the new cache: the last W - 1 real tokens of
         the row's last segment, in the dtype of the old one.
     Raises:
-        ValueError: a cache of another shape.
+        ValueError: a cache of another shape, or no floating array.
     """
     batch, length, channels = x.shape
     width = kernel.shape[0]
     before_shape = (batch, width - 1, channels)
-    if cache is not None and cache.shape != before_shape:
-        raise ValueError(f"cache: got shape {cache.shape}, want [B,W-1,C] = {before_shape}")
+    if cache is not None:
+        check_floating("cache", cache, "[B,W-1,C]", before_shape)
     before = jnp.zeros(before_shape, x.dtype) if cache is None else cache.astype(x.dtype)
     if segment_ids is None:
         x = jnp.concatenate([before, x], axis=1)
@@ -68,7 +75,7 @@ def short_convolution(
     count = jnp.sum(valid, axis=1, dtype=jnp.int32)
     index = count[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
     # A row of padding alone leaves the first segment's tokens where they are.
-    last = jnp.maximum(jnp.max(runs, axis=1, keepdims=True), 0)
+    last = jnp.max(runs, axis=1, keepdims=True, initial=0)
     own = jnp.take_along_axis(padded, index, axis=1) == last
     after = jnp.where(own[:, :, None], jnp.take_along_axis(x, index[:, :, None], axis=1), 0)
     return y, after.astype(x.dtype if cache is None else cache.dtype)
@@ -110,6 +117,14 @@ def _taps(x: Array, kernel: Array, length: int, runs: Array | None = None) -> Ar
     return y
 
 
+def _raise_if(reason: str | None) -> None:
+    if reason is not None:
+        raise NotImplementedError(
+            f"implementation='mosaic' of a short convolution (conv_implementation of a layer or model) cannot run: "
+            f"{reason}"
+        )
+
+
 class ShortConvolution(nnx.Module):
     """y_t = silu(sum_j kernel[W-1-j] x_{t-j} + bias), depthwise and causal, inside each segment.
 
@@ -125,14 +140,16 @@ class ShortConvolution(nnx.Module):
             reverse mode, once); or None, "mosaic" where that can run. With a cache it is always "xla". The norm is a
             part of the kernels where `pallas_kernels.convolution_unsupported` has nothing against such heads.
         norm_size: L2 norm over each head of so many channels after the activation; None: no norm.
-        norm_eps: of that norm.
+        norm_eps: of that norm, above 0.
         kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
         dtype: of the result; None for the input's.
         param_dtype: of the parameters.
         rngs: the stream `params` is used.
     Raises:
-        ValueError: width below 1, an unknown activation or implementation, heads that do not divide the channels.
-        NotImplementedError: at the call: "mosaic" cannot run; the message says why.
+        ValueError: width below 1, an unknown activation or implementation, heads that do not divide the channels, a
+            dtype that is not floating.
+        NotImplementedError: "mosaic" cannot run; the message says why. Where x or the machine is the reason, at the
+            call.
 
     Source: arXiv 2312.00752, the convolution before the recurrence.
     """
@@ -157,24 +174,27 @@ class ShortConvolution(nnx.Module):
         if activation not in ("silu", None):
             raise ValueError(f"activation: got {activation!r}, want 'silu' or None")
         check_conv_implementation(implementation, "implementation")
+        check_flag("use_bias", use_bias)
+        check_dtypes(dtype, param_dtype)
         self.channels, self.width, self.activation, self.dtype = channels, width, activation, dtype
         self.implementation = implementation
         self.norm_size = None if norm_size is None else check_count("norm_size", norm_size)
         if self.norm_size is not None and channels % self.norm_size:
             raise ValueError(f"norm_size: got {norm_size}, want a number that divides channels = {channels}")
-        self.norm_eps = check_number("norm_eps", norm_eps)
-        if self.norm_eps < 0:
-            raise ValueError(f"norm_eps: got {norm_eps}, want at least 0")
+        self.norm_eps = check_number("norm_eps", norm_eps, positive=True)
         # fan_in of a [W, C] kernel is W: +-sqrt(3 * (1/3) / W).
         kernel_init = kernel_init or nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         kernel = partitioned(kernel_init, (None, "heads"))
         self.kernel = nnx.Param(kernel(rngs.params(), (width, channels), param_dtype))
         zeros = partitioned(nnx.initializers.zeros, ("heads",))
         self.bias = nnx.Param(zeros(rngs.params(), (channels,), param_dtype)) if use_bias else None
+        if implementation == "mosaic":
+            _raise_if(self._unsupported(jax.ShapeDtypeStruct((1, 1, channels), jnp.float32)))
 
     def init_cache(self, batch_size: int, dtype: Any = None) -> Shaped[Array, "b n c"]:
         """[B, W-1, C] zeros: nothing before the first token."""
         dtype = dtype or self.dtype or self.kernel.get_value().dtype
+        check_dtype("dtype", dtype, "a floating dtype, or None")
         return jnp.zeros((batch_size, self.width - 1, self.channels), dtype)
 
     def _kernel_runs(self, x: Array) -> bool:
@@ -182,17 +202,18 @@ class ShortConvolution(nnx.Module):
         Raises:
             NotImplementedError: it is asked for and cannot.
         """
-        if self.implementation == "xla":
+        if self.implementation == "xla" or (self.implementation is None and x.size == 0):
             return False
-        reason = "there is a bias" if self.bias is not None else None
-        reason = reason or pallas_kernels.convolution_unsupported(x, self.kernel.get_value())
-        reason = reason or (pallas_kernels.machine(x) if interpreted() is None else None)
-        if reason is not None and self.implementation == "mosaic":
-            raise NotImplementedError(
-                f"implementation='mosaic' of a short convolution (conv_implementation of a layer or model) cannot run: "
-                f"{reason}"
-            )
+        reason = self._unsupported(x) or (pallas_kernels.machine(x) if interpreted() is None else None)
+        if self.implementation == "mosaic":
+            _raise_if(reason)
         return reason is None
+
+    def _unsupported(self, x: Any) -> str | None:
+        """Why the kernels cannot take x, whatever the machine."""
+        if self.bias is not None:
+            return "there is a bias"
+        return pallas_kernels.convolution_unsupported(x, self.kernel.get_value(), dtype=self.dtype)
 
     def __call__(
         self,
@@ -228,4 +249,7 @@ class ShortConvolution(nnx.Module):
         return y, None if cache is None else after
 
     def _normed(self, y: Array) -> Array:
-        return l2_normalize(y.reshape(*y.shape[:2], -1, self.norm_size), self.norm_eps).reshape(y.shape)
+        if self.norm_size is None:
+            return y
+        heads = self.channels // self.norm_size  # -1 would not do where x is empty
+        return l2_normalize(y.reshape(*y.shape[:2], heads, self.norm_size), self.norm_eps).reshape(y.shape)

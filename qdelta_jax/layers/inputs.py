@@ -15,6 +15,10 @@ __all__ = [
     "check_conv_implementation",
     "check_conv_width",
     "check_decay_lower_bound",
+    "check_dtype",
+    "check_dtypes",
+    "check_flag",
+    "check_floating",
     "check_hidden",
     "check_number",
     "check_tokens",
@@ -73,17 +77,55 @@ def check_along(shape: tuple[int, ...], segment_ids: Any, positions: Any) -> Non
         raise ValueError(f"positions: got shape {positions.shape}, want [B,T] = {tuple(shape)}")
 
 
+def check_floating(name: str, x: Any, axes: str, shape: tuple[int, ...]) -> None:
+    """A floating array of that very shape, whose axes are called so."""
+    if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name}: got {type(x).__name__}, want an array {axes} = {shape}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: got shape {x.shape}, want {axes} = {shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name}: got dtype {x.dtype}, want a floating dtype")
+
+
 def check_cache_batch(got: int, batch: int) -> None:
     if got != batch:
         raise ValueError(f"cache: got one of batch size {got}, want x's batch size {batch}")
 
 
 def check_number(name: str, value: Any, wanted: str = "a finite number", *, positive: bool = False) -> float:
-    """A finite real number that is known at compile time."""
+    """A finite real number that is known at compile time; if positive, in float32 too, where less than 2^-126 is 0."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or (positive and value <= 0):
-        raise ValueError(f"{name}: got {value!r}, want {'a number above 0' if positive else wanted}")
-    return float(value)
+    try:
+        number = float(value) if real else math.nan
+    except OverflowError:  # an integer beyond float64
+        number = math.inf
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not math.isfinite(number) or (positive and not least <= number <= most):
+        wanted = f"a number above 0 that float32 holds, {least:.3g} .. {most:.3g}" if positive else wanted
+        raise ValueError(f"{name}: got {value!r}, want {wanted}")
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: got {value!r}, want True or False")
+    return bool(value)
+
+
+def check_dtype(name: str, value: Any, wanted: str = "a floating dtype") -> None:
+    try:
+        floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except (TypeError, ValueError):  # no dtype at all
+        floating = False
+    if not floating:
+        raise ValueError(f"{name}: got {value!r}, want {wanted}")
+
+
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    """Of a layer."""
+    if dtype is not None:
+        check_dtype("dtype", dtype, "a floating dtype, or None")
+    check_dtype("param_dtype", param_dtype)
 
 
 def check_decay_lower_bound(value: Any) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from qdelta_jax.checks import check_count, own_values
+from qdelta_jax.checks import check_count, check_state, compute_dtype, own_values
 from qdelta_jax.delta_rule import delta_rule, resolve_implementation, step
 from qdelta_jax.layers.convolution import ShortConvolution
 from qdelta_jax.layers.gates import Gates, HeadSizes
@@ -19,6 +19,7 @@ from qdelta_jax.layers.inputs import (
     check_conv_implementation,
     check_conv_width,
     check_decay_lower_bound,
+    check_dtypes,
     check_hidden,
     check_number,
 )
@@ -77,7 +78,8 @@ class MixerConfig:
             check_count("value_heads", self.value_heads)
         check_conv_width(self.conv_width)
         check_conv_implementation(self.conv_implementation)
-        check_number("norm_eps", self.norm_eps, positive=True)
+        for name in ("norm_eps", "normalize_eps"):
+            check_number(name, getattr(self, name), positive=True)
         check_decay_lower_bound(self.decay_lower_bound)
         if self.sizes.value_heads < 1 or self.sizes.value_heads % self.heads:
             raise ValueError(f"value_heads: got {self.value_heads}, want a multiple of heads = {self.heads}")
@@ -150,6 +152,7 @@ class Mixer(nnx.Module):
         kernel_init: Initializer | None = None,
         conv_init: Initializer | None = None,
     ):
+        check_dtypes(dtype, param_dtype)
         self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         dense: dict[str, Any] = {"kernel_init": kernel_init, **types}
@@ -224,11 +227,8 @@ class Mixer(nnx.Module):
         """
         x = self._checked(x, segment_ids, positions, zeros_last)
         batch, length, _ = x.shape
-        if cache is not None and len(cache.convolutions) != len(self.convolutions):
-            got, want = len(cache.convolutions), len(self.convolutions)
-            raise ValueError(f"cache: got {got} convolution states, want {want} as from init_cache")
         if cache is not None:
-            check_cache_batch(cache.state.shape[0], batch)
+            self._check_cache(cache, batch)
         inputs, kept = self._project(x, segment_ids, None if cache is None else cache.convolutions, zeros_last)
         out, state = self._recurrence(inputs, segment_ids, None if cache is None else cache.state)
 
@@ -257,6 +257,18 @@ class Mixer(nnx.Module):
         check_hidden(x, self.config.width)
         check_along(x.shape[:2], segment_ids, positions)
         return x if segment_ids is None or zeros_last else jnp.where((segment_ids != 0)[:, :, None], x, 0)
+
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        """All of it but what the convolutions and the recurrence check of their own parts."""
+        if not isinstance(cache, MixerCache):
+            raise ValueError(f"cache: got {type(cache).__name__}, want a MixerCache as from init_cache")
+        if not isinstance(cache.convolutions, tuple | list):
+            raise ValueError(f"cache.convolutions: got {type(cache.convolutions).__name__}, want a tuple of arrays")
+        got, want = len(cache.convolutions), len(self.convolutions)
+        if got != want:
+            raise ValueError(f"cache: got {got} convolution states, want {want} as from init_cache")
+        if getattr(cache.state, "ndim", 0):
+            check_cache_batch(cache.state.shape[0], batch)
 
     def _project(
         self, x: Any, segment_ids: Any, convolutions: tuple[Array, ...] | None, zeros_last: bool = False
@@ -288,6 +300,9 @@ class Mixer(nnx.Module):
 
     def _recurrence(self, inputs: MixerInputs, segment_ids: Any, state: Array | None) -> tuple[Array, Array]:
         config, (q, k, v, gates) = self.config, inputs
+        if state is not None:
+            shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
+            check_state("cache.state", state, shape, compute_dtype(q.dtype))
         if q.shape[1] == 1 and state is not None:
             q, k, v, gates = jax.tree.map(lambda a: a[:, 0], (q, k, v, gates))
             mask = None if segment_ids is None else segment_ids[:, 0] != 0
