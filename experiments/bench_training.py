@@ -25,7 +25,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
@@ -47,6 +47,7 @@ from experiments.plot_training import summary, table
 from experiments.store import (
     OUT_OF_MEMORY,
     CellStore,
+    arguments,
     as_written,
     check_alive,
     describe,
@@ -64,6 +65,9 @@ from qdelta_jax.training.train_step import Learner, make_mesh, shard_batch
 
 COMPUTED = ("implementation", "conv_implementation", "unroll", "residuals")
 """Of `ModelConfig`: how a model is computed."""
+
+OURS = (*COMPUTED, "loss_chunk", "packed")
+"""Options that change nothing on the peer's side."""
 
 KEY = (
     *("model", "side", "size", "family", "length", "tokens", "policies", "packed", "steps", *COMPUTED),
@@ -88,7 +92,7 @@ class Bench:
         conv_implementation: of the short convolutions.
         residuals: what the rules save for their gradients.
         unroll: as in `ModelConfig`.
-        loss_chunk: tokens whose logits exist at once, as in `OptimizerConfig`.
+        loss_chunk: tokens whose logits exist at once, as in `OptimizerConfig`; those of a batch at most.
         packed: give the model segment ids (a single segment), as training on packed text does.
         steps: that are timed.
         minutes: no cell is begun after that; the same command goes on with what is left.
@@ -133,6 +137,9 @@ def main(bench: Bench) -> dict[str, Any]:
     if bench.sides == ("peer",):
         # JAX is asked for the device's name alone, and must leave the memory to torch.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        ignored = [name for name in OURS if getattr(bench, name) != getattr(Bench, name)]
+        if ignored:
+            print(f"no effect on the peer: {', '.join(ignored)}", flush=True)
     device = jax.devices()[0].device_kind
     header = {**make_header("bench_training", device, bench.out), "peak_flops": bench.peak}
     store = CellStore(KEY, device_file(bench.out, "training", device), header, bench.again)
@@ -151,7 +158,7 @@ def main(bench: Bench) -> dict[str, Any]:
             print(format_cell(cell), flush=True)
             if "error" in cell and side == "ours":
                 check_alive()
-    print(f"\n{summary(store.result)}\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"\n{summary(store.result)}\n{table(store.result)}\nstored in {store.path}")
     rest = f"{left} cells are left: the same command goes on" if left else "nothing is left"
     if "peer" in bench.sides:
         rest = without_peer(bench) or rest
@@ -179,6 +186,8 @@ def check(bench: Bench) -> None:
     for name, x in (("tokens", bench.tokens), ("steps", bench.steps), ("peak", bench.peak)):
         if not x > 0:
             raise ValueError(f"{name}: got {x}, want a number above 0")
+    if bench.loss_chunk is not None and bench.loss_chunk > bench.tokens:
+        raise ValueError(f"loss_chunk: got {bench.loss_chunk}, want at most tokens = {bench.tokens}")
     if TRANSFORMER in bench.models and set(bench.remat) == {"delta_rule_states"}:
         raise ValueError(f"remat: got {bench.remat}, want one that a {TRANSFORMER} has, too")
     for length in bench.lengths:
@@ -201,20 +210,6 @@ def without_peer(bench: Bench) -> str:
     if not set(policies) & set(bench.remat):
         return f"skipped, the peer has none of these policies of remat, only {policies}"
     return "" if bench_training_peer.can_run() else "skipped, the peer cannot run here"
-
-
-def arguments(bench: Bench) -> list[str]:
-    """The command line of these options, without those that have their defaults."""
-    words: list[str] = []
-    for field in fields(bench):
-        value, name = getattr(bench, field.name), field.name
-        if value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{name}")
-        else:
-            words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return words
 
 
 def make_cells(side: str, size: str, model: str, bench: Bench) -> list[dict[str, Any]]:

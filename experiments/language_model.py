@@ -37,15 +37,7 @@ from experiments.mqar_models import build
 from experiments.outcomes import Cell
 from experiments.plot_language import table
 from experiments.store import CellStore, as_written, device_file, make_header, run_command
-from experiments.sweeps import (
-    attempt,
-    check_once,
-    check_rates,
-    chosen_grid,
-    complete,
-    deterministic,
-    finish,
-)
+from experiments.sweeps import attempt, chosen_grid, complete, deterministic, finish
 from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
@@ -201,10 +193,6 @@ def resolve(options: Language) -> Grid:
         ValueError: a bad value.
     """
     grid = chosen_grid(options, GRIDS)
-    if grid.seeds < 1:
-        raise ValueError(f"seeds: got {grid.seeds}, want at least 1")
-    check_once(models=grid.models, rates=grid.rates)
-    check_rates(grid.rates)
     plan_of(grid)
     for model in grid.models:
         make_config(model, grid.base)

@@ -7,8 +7,8 @@
 Two layers, the embedding tied to the output. Blocks of one width weigh the same (`training_models.weigh`) and their
 memories hold as many numbers: heads of one size for every rule, and in hybrids a sliding window of as many tokens as a
 rule's memory has numbers for. Full attention keeps all that it reads; it has to recall nearly everything, or the
-harness is wrong. In the full grid some rows of the training have fewer pairs (`--halvings`): with many pairs alone the
-rules that decay hardly begin. "transformer+conv" has the short convolutions that the layers of rules have; the plain
+harness is wrong. In the full grid some rows of the training have fewer pairs (`--halvings`): with 64 pairs alone most
+rules that decay recall little. "transformer+conv" has the short convolutions that the layers of rules have; the plain
 one must learn which token stands before another from its rotations, and is often stuck at 1/pairs: it picks any value
 of the row.
 For each setting, width and model the same learning rates are tried with a seed of their own (0), the best on validation
@@ -40,13 +40,13 @@ import tyro
 import qdelta_jax as qd
 from experiments.bench import RESULTS
 from experiments.mqar_models import CONVOLVED, make_config, state_size, weight
-from experiments.mqar_training import PARTS, Plan, Trainer
+from experiments.mqar_training import PARTS, Plan, Trainer, training_pairs
 from experiments.plot_mqar import rows, table
 from experiments.store import CellStore, as_written, device_file, make_header, run_command
 from experiments.sweeps import (
     attempt,
+    check_counts,
     check_once,
-    check_rates,
     chosen_grid,
     complete,
     deterministic,
@@ -59,6 +59,9 @@ from qdelta_jax.models import ModelConfig
 
 KEY = ("model", "width", "length", "pairs", "rate", "seed", "options")
 """What tells one cell from another; a later run of the same replaces it."""
+
+OPTIONS = ("vocab", "examples", "halvings", "held_out", "tokens", "batch_tokens", "dtype", "implementation")
+"""Of a grid: those that a cell stores."""
 
 NEAR = 0.97
 """Of the Transformer's accuracy, somewhere in the easiest setting."""
@@ -144,7 +147,8 @@ class Mqar:
         seeds: how many are reported.
         vocab: keys and values.
         examples: to train on.
-        halvings: of their pairs N: with 2, a third each has N, N/2 and N/4, where these are 1 or more. Tests have N.
+        halvings: of their pairs N: with 2, a third each has N, N/2 and N/4. More than N allows (4 pairs: 2) change
+            nothing. Tests have N.
         held_out: examples for validation, and as many for the test.
         tokens: of a run.
         batch_tokens: of a step.
@@ -194,7 +198,9 @@ def main(options: Mqar) -> dict[str, Any]:
         until = began + 60 * grid.minutes
         left += complete(store, base, grid.rates, grid.seeds, partial(measure, trainer), until, together=grid.together)
     finish(store, table, left)
-    check_transformer(store.result, grid)
+    # Of a run that compares: `experiments.parallel` trains each model in a process of its own, and compares in the end.
+    if CONVOLVED in grid.models and len(grid.models) > 1:
+        check_transformer(store.result, grid)
     return store.result
 
 
@@ -205,13 +211,10 @@ def resolve(options: Mqar) -> Grid:
         ValueError: a bad value.
     """
     grid = chosen_grid(options, GRIDS)
-    for name in ("seeds", "together", "examples", "held_out"):
-        if getattr(grid, name) < 1:
-            raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
-    if not 0 <= grid.halvings < grid.examples:
-        raise ValueError(f"halvings: got {grid.halvings}, want 0 or more, and fewer than examples = {grid.examples}")
-    check_once(models=grid.models, widths=grid.widths, settings=grid.settings, rates=grid.rates)
-    check_rates(grid.rates)
+    check_counts(grid, "together", "examples", "held_out")
+    check_once(widths=grid.widths, settings=grid.settings)
+    if grid.halvings < 0:
+        raise ValueError(f"halvings: got {grid.halvings}, want 0 or more")
     for length, pairs in grid.settings:
         # One row, which says what the task cannot be; otherwise every run would.
         tasks.mqar(1, seed=0, length=length, pairs=pairs, vocab_size=grid.vocab)
@@ -219,6 +222,11 @@ def resolve(options: Mqar) -> Grid:
             raise ValueError(
                 f"batch_tokens: got {grid.batch_tokens}, want a multiple of the length {length}, "
                 f"and no more rows than examples = {grid.examples}"
+            )
+        kinds = training_pairs(pairs, grid.halvings)
+        if grid.examples < len(kinds):
+            raise ValueError(
+                f"examples: got {grid.examples}, want at least {len(kinds)}, rows of {kinds} pairs (halvings)"
             )
     if grid.tokens < PARTS * grid.batch_tokens:
         raise ValueError(
@@ -244,14 +252,16 @@ def plan_of(grid: Grid, setting: tuple[int, int]) -> Plan:
 def make_cell(model: str, config: ModelConfig, setting: tuple[int, int], grid: Grid) -> dict[str, Any]:
     """What the cells of a setting, width and model have in common."""
     length, pairs = setting
+    options = {name: getattr(grid, name) for name in OPTIONS}
+    # Those that there are: with more the training rows, and the numbers, are the same.
+    options["halvings"] = len(training_pairs(pairs, grid.halvings)) - 1
     parameters, block_parameters = weight(model, config)
-    names = ("vocab", "examples", "halvings", "held_out", "tokens", "batch_tokens", "dtype", "implementation")
     return {
         "model": model,
         "width": config.width,
         "length": length,
         "pairs": pairs,
-        "options": {name: getattr(grid, name) for name in names},
+        "options": options,
         "config": differing(config),
         "state": state_size(config, length),
         "parameters": parameters,

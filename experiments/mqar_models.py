@@ -85,7 +85,9 @@ def make_config(model: str, width: int, *, vocab: int, **computed: Any) -> Model
         wanted -= 2 * 3 * TAPS * width if model == CONVOLVED else 0
     else:
         rule = model.removesuffix(WINDOW)
-        qd.get_rule(rule)
+        if rule not in qd.RULES:
+            known = [TRANSFORMER, CONVOLVED, *qd.RULES]
+            raise ValueError(f"models: got {model!r}, want one of {known}, rules with {WINDOW!r} behind them, too")
         changes = {"rule": rule}
         if model.endswith(WINDOW):
             changes |= {"pattern": ("rule", "window", "rule"), "window": state_size(standard, 1) // (2 * width)}

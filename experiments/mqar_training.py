@@ -75,7 +75,7 @@ def training_pairs(pairs: int, halvings: int) -> list[int]:
     >>> training_pairs(12, 2), training_pairs(2, 3)
     ([12, 6, 3], [2, 1])
     """
-    return [pairs >> i for i in range(halvings + 1) if pairs >> i]
+    return [pairs >> i for i in range(min(halvings + 1, pairs.bit_length()))]
 
 
 @cache
@@ -112,11 +112,8 @@ class Trainer:
         plan: of the runs.
     """
 
-    graph: Any
-
     def __init__(self, model: str, config: ModelConfig, plan: Plan):
         self.model, self.config, self.plan = model, config, plan
-        self.graph = nnx.split(nnx.eval_shape(self._build), nnx.Param, ...)[0]  # type: ignore[misc]
         # Of rate 1: updates of AdamW are proportional to it.
         self.optimizer = make_optimizer(OptimizerConfig(learning_rate=1.0, final_fraction=0.0), plan.steps)
 
@@ -156,6 +153,11 @@ class Trainer:
             }
             for i in range(count)
         ]
+
+    @cached_property
+    def graph(self) -> Any:
+        """Made when something is trained: a run that only goes on has many models with nothing left to do."""
+        return nnx.split(nnx.eval_shape(self._build), nnx.Param, ...)[0]  # type: ignore[misc]
 
     @cached_property
     def programs(self) -> tuple[Any, Any, Any]:

@@ -43,15 +43,7 @@ from experiments.niah_data import TEST, VALIDATION, accuracy, answered, needle_r
 from experiments.outcomes import Cell
 from experiments.plot_niah import table
 from experiments.store import CellStore, as_written, device_file, make_header, run_command
-from experiments.sweeps import (
-    attempt,
-    check_once,
-    check_rates,
-    chosen_grid,
-    complete,
-    deterministic,
-    finish,
-)
+from experiments.sweeps import attempt, check_counts, chosen_grid, complete, deterministic, finish
 from experiments.texts import SHIPPED, Text, load_text
 from experiments.training_models import TRANSFORMER
 from qdelta_jax.models import ModelConfig
@@ -194,13 +186,9 @@ def resolve(options: Niah) -> Grid:
         ValueError: a bad value.
     """
     grid = chosen_grid(options, GRIDS)
-    for name in ("seeds", "documents", "samples"):
-        if getattr(grid, name) < 1:
-            raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
+    check_counts(grid, "documents", "samples")
     if not 0 < grid.answer_weight < math.inf:
         raise ValueError(f"answer_weight: got {grid.answer_weight}, want a finite number above 0")
-    check_once(models=grid.models, rates=grid.rates)
-    check_rates(grid.rates)
     if plan_of(grid).rows % 2:
         raise ValueError(f"batch_tokens: got {grid.batch_tokens}, want an even number of rows of {grid.length}")
     for model in grid.models:

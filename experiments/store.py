@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
@@ -24,9 +25,13 @@ class CellStore:
     """Cells in one JSON file, which is replaced as a whole after each of them.
 
     key: what tells one cell from another; a later measurement of the same replaces it.
+
+    Raises:
+        ValueError: its folder cannot be made.
     """
 
     def __init__(self, key: tuple[str, ...], path: Path, header: dict[str, Any], again: bool) -> None:
+        make_folder("out", path.parent)
         stored = json.loads(path.read_text())["cells"] if path.exists() else []
         self.key, self.path, self.result, self.again = key, path, {**header, "cells": stored}, again
 
@@ -39,7 +44,6 @@ class CellStore:
     def put(self, cell: dict[str, Any]) -> None:
         """Stores a cell with the command that measured it: those of one file may come from several runs."""
         cell = {**cell, **({"command": self.result["command"]} if "command" in self.result else {})}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.path.parent):
             # Another process may have stored cells of its own since.
             stored = json.loads(self.path.read_text())["cells"] if self.path.exists() else []
@@ -61,15 +65,42 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def make_header(module: str, device: str, out: str) -> dict[str, Any]:
-    """Device, date and command of a run. Another reader has another folder: its path says nothing."""
-    before = ["", *sys.argv[1:]]
-    words = ["DIR" if last == "--out" else x for last, x in zip(before, sys.argv[1:], strict=False)]
-    words = ["--out=DIR" if x == f"--out={out}" else x for x in words]
+    """Device, date and command of a run. Another reader has another folder: its path says nothing. Nor do the minutes
+    that were left, which change no cell."""
+    pairs = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    kept = [(last, x) for last, x in pairs if "--minutes" not in (last, x.split("=")[0])]
+    words = ["DIR" if last == "--out" else "--out=DIR" if x == f"--out={out}" else x for last, x in kept]
     return {
         "device": device,
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join([f"python -m experiments.{module}", *words]),
     }
+
+
+def arguments(options: Any) -> list[str]:
+    """The command line of these options, without those that have their defaults."""
+    words: list[str] = []
+    for field in fields(options):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name}")
+        else:
+            words += [f"--{name}", *map(str, jax.tree.leaves(value))]
+    return words
+
+
+def make_folder(name: str, path: Path) -> None:
+    """The folder that an option names, if it isn't there.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name}: got {path}, want a folder ({error.strerror})") from error
 
 
 def as_written(text: str | None) -> str:

@@ -94,10 +94,22 @@ def attempt(
 
 
 def chosen_grid[G](options: Any, grids: Mapping[str, G]) -> G:
-    """The grid that the options name, with what they say instead of its fields."""
+    """The grid that the options name, with what they say instead of its fields.
+
+    Raises:
+        ValueError: models, rates, seeds or minutes that no run can have.
+    """
     grid: Any = grids[options.grid]
     names = {field.name for field in fields(grid)} & {field.name for field in fields(options)}
-    return replace(grid, **{name: getattr(options, name) for name in names if getattr(options, name) is not None})
+    grid = replace(grid, **{name: getattr(options, name) for name in names if getattr(options, name) is not None})
+    check_once(models=grid.models, rates=grid.rates)
+    if not all(0 < rate < math.inf for rate in grid.rates):
+        raise ValueError(f"rates: got {grid.rates}, want finite numbers above 0")
+    check_counts(grid, "seeds")
+    for name in ("minutes", "run_minutes"):
+        if not getattr(grid, name) >= 0:
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want 0 or more")
+    return grid
 
 
 def check_once(**lists: Sequence[Any]) -> None:
@@ -110,18 +122,19 @@ def check_once(**lists: Sequence[Any]) -> None:
             raise ValueError(f"{name}: got {values}, want one or more, each once")
 
 
-def check_rates(rates: Sequence[float]) -> None:
+def check_counts(grid: Any, *names: str) -> None:
     """
     Raises:
-        ValueError: one that is no rate.
+        ValueError: one of these fields is below 1.
     """
-    if not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"rates: got {rates}, want finite numbers above 0")
+    for name in names:
+        if getattr(grid, name) < 1:
+            raise ValueError(f"{name}: got {getattr(grid, name)}, want at least 1")
 
 
 def finish(store: CellStore, table: Callable[[dict[str, Any]], str], left: int) -> None:
     """The last lines of an experiment."""
-    print(f"\n{table(store.result)}\nstored in {store.path.name}")
+    print(f"\n{table(store.result)}\nstored in {store.path}")
     print(f"{left} runs are left: the same command goes on" if left else "nothing is left", flush=True)
 
 

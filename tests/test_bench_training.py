@@ -16,7 +16,8 @@ import tyro
 from flax import nnx
 
 from experiments import bench_training, bench_training_peer, plot_training
-from experiments.bench_training import Bench, Unpacked, arguments, is_out_of_memory, make_batch
+from experiments.bench_training import Bench, Unpacked, is_out_of_memory, make_batch
+from experiments.store import arguments
 from experiments.training_models import FAMILIES, TINY, TRANSFORMER, erases, make_config, step_flops
 from qdelta_jax import RULES
 from qdelta_jax.models import LanguageModel, count_parameters, named
@@ -78,6 +79,8 @@ def test_configs_refuse():
         bench_training.main(replace(TOY, lengths=(24,)))
     with pytest.raises(ValueError, match="remat: got"):
         bench_training.main(replace(TOY, remat=("half",)))
+    with pytest.raises(ValueError, match="loss_chunk: got 17, want at most tokens = 16"):
+        bench_training.main(replace(TOY, loss_chunk=17))
 
 
 def test_flops_by_hand():
@@ -358,3 +361,6 @@ def test_a_peer_that_is_skipped_is_said_to_be(tmp_path, monkeypatch, capsys):
         shown = capsys.readouterr().out
         assert f"peer: skipped, {message}" in shown
         assert "nothing is left" not in shown
+        assert "no effect on the peer: implementation\n" in shown
+    bench_training.main(replace(toy, implementation=None, loss_chunk=8, packed=True))
+    assert "no effect on the peer: loss_chunk, packed\n" in capsys.readouterr().out

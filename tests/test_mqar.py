@@ -80,6 +80,11 @@ def test_sweep_then_seeds_of_the_picked_rate(tmp_path, monkeypatch, capsys):
     tried.clear()
     assert mqar.main(options)["cells"] == result["cells"]
     assert not tried
+    # More halvings than two pairs have train on nothing else.
+    mqar.main(replace(options, models=("delta_net",), halvings=1))
+    tried.clear()
+    mqar.main(replace(options, models=("delta_net",), halvings=10**9))
+    assert not tried
     # A longer list of seeds, other options, other versions.
     mqar.main(replace(options, seeds=3))
     assert tried == [(model, 1e-2, 3) for model in options.models]
@@ -123,12 +128,15 @@ def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
         mqar.main(replace(TOY, models=("delta_net", CONVOLVED), out=str(tmp_path)))
     assert len(list(tmp_path.iterdir())) == 1
     mqar.main(replace(TOY, out=str(tmp_path / "plain")))
+    # In a file that holds it, one model alone is not judged by it.
+    for alone in ("delta_net", CONVOLVED):
+        mqar.main(replace(TOY, models=(alone,), out=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"models": ("no",)}, "rule: got 'no'"),
+        ({"models": ("no",)}, "models: got 'no', want one of"),
         ({"widths": (10,)}, "widths: got 10, want a multiple of 4"),
         ({"rates": (0.1, 0.1)}, r"rates: got \(0.1, 0.1\), want one or more, each once"),
         ({"rates": (float("nan"),)}, r"rates: got \(nan,\), want finite numbers above 0"),
@@ -136,6 +144,12 @@ def test_a_transformer_that_fails_says_so(tmp_path, monkeypatch):
         ({"vocab": 8}, "vocab_size: got 8, want more than length = 8"),
         ({"settings": ((8, 3),)}, "length: got 8, want an even number of at least 4"),
         ({"halvings": -1}, "halvings: got -1, want 0 or more"),
+        (
+            {"halvings": 1, "examples": 1, "batch_tokens": 8},
+            r"examples: got 1, want at least 2, rows of \[2, 1\] pairs",
+        ),
+        ({"minutes": float("nan")}, "minutes: got nan, want 0 or more"),
+        ({"run_minutes": -1.0}, "run_minutes: got -1.0, want 0 or more"),
         ({"batch_tokens": 30}, "batch_tokens: got 30, want a multiple of the length 8"),
         ({"tokens": 300}, "tokens: got 300, want at least 10"),
     ],
