@@ -103,7 +103,7 @@ class Gradients(GradientTiles):
         """dO and U as operands."""
         if self.layout.u_low is None:
             self.to_operand("u", self.layout.values["u"], piece)
-        else:
+        elif self.inputs["u"].dtype != self.numbers.dtype:
             u = take(self.landing("u", self.layout.values["u"], piece))
             for memory, part in zip((self.value("u", piece), self.u_low(piece)), split(u, self.two), strict=True):
                 store_parts(memory, (part,))

@@ -10,7 +10,7 @@ from typing import Any
 from pallas_kernels.layout import RESERVED, channel_gates
 from pallas_kernels.linear import keeps_keys, source
 from pallas_kernels.pages import PAGE, Taken, pages_of
-from pallas_kernels.problem import Problem, contracts
+from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
 from pallas_kernels.tiles import SMEM_LIMIT
 
@@ -118,8 +118,8 @@ class Layout:
 
 def choose(problem: Problem, rule: TiledRule, dtypes: Mapping[str, Any]) -> Layout | None:
     """What fits into shared memory, or None."""
-    # In float16 the forward pass has left U with more digits.
-    finer = contracts(problem.terms) and problem.decay == "key" and problem.numbers.parts == 1
+    # The forward pass has left U with more digits.
+    finer = problem.erases and problem.decay == "key" and problem.numbers.parts == 1
     for warpgroups in (2, 1):
         if problem.key_pieces in (warpgroups, warpgroups * problem.key_pieces):
             layout = Layout(problem, rule, dtypes, warpgroups)

@@ -92,6 +92,8 @@ class GradientTiles(Tokens):
         """Where what the scans left lands, part by part: the forward pass may leave another type than the operands."""
         if self.numbers.parts == 2:
             return self.operand(place, index)
+        if name == "u" and self.inputs["u"].shape[0] == 2 and self.layout.u_low is not None:
+            return (*self.operand(place, index), *self.operand(self.layout.u_low, index))
         return (self.pages.tile(place[0] + index * place[1], self.inputs[name].dtype),)
 
     def to_operand(self, name: str, place: tuple[Any, int], index: Any) -> None:
@@ -146,7 +148,7 @@ class GradientTiles(Tokens):
     def kept(self, name: str, piece: Any) -> list[Any]:
         """U or dZ in device memory, part by part."""
         ref = self.inputs[name]
-        return [ref.at[p, self.batch, self.head, self.tokens, pl.ds(piece * C, C)] for p in range(self.numbers.parts)]
+        return [ref.at[p, self.batch, self.head, self.tokens, pl.ds(piece * C, C)] for p in range(ref.shape[0])]
 
     def state(self, name: str, key: Any, value: Any) -> list[Any]:
         """S or D of 64 key and 64 value channels in device memory, part by part."""
@@ -161,7 +163,7 @@ class GradientTiles(Tokens):
             self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, landing)
             for name in ("u", "d_z"):
                 refs = self.landing(name, self.layout.values[name], piece)
-                for source, ref in zip(self.kept(name, piece), refs, strict=True):
+                for source, ref in zip(self.kept(name, piece), refs, strict=False):
                     plgpu.copy_gmem_to_smem(source, ref, landing)
         for name in self.places:
             for piece in range(problem.key_pieces):

@@ -71,7 +71,8 @@ def gradients(
         ChannelGradients(problem, rule, layout, arrays, results, pages, memory, barriers, place, me).run()
 
     of_keys = problem.key_pieces * (2 + len(channel_gates(rule, "k", "e", "log_decay")))
-    of_values = problem.value_pieces * (1 + 2 * numbers.parts) + len(ONES)
+    landing_u = saved["u"].shape[0] if layout.u_low is not None else numbers.parts
+    of_values = problem.value_pieces * (1 + landing_u + numbers.parts) + len(ONES)
     warpgroups = layout.warpgroups
     made = plgpu.kernel(
         body,

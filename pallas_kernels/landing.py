@@ -1,6 +1,7 @@
 """How the tiles of one chunk reach `scan`, and where they lie: in the shared memory of a block of warpgroups."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.pages import Pages
 from pallas_kernels.problem import Problem
 from pallas_kernels.rule import TiledRule
-from pallas_kernels.tiles import ROW, C, put, sync, take, vector
+from pallas_kernels.tiles import ROW, C, Numbers, put, sync, take, vector
 from pallas_kernels.tokens import Tokens
 
 
@@ -113,6 +114,16 @@ class Landing:
         first, step = self.layout.values[name]
         return first + slot * step
 
+    @property
+    def finer(self) -> bool:
+        """Whether U is kept with more digits than one operand has."""
+        return self.how.keep and self.problem.u_parts > self.numbers.parts
+
+    @property
+    def of_z(self) -> Numbers:
+        """Z is no operand where something is erased: of float16 it keeps more digits of what came as such."""
+        return replace(self.numbers, dtype=jnp.float16) if self.finer else self.numbers
+
     # Copies.
 
     def fetch(self, index: Any, slot: Any) -> None:
@@ -168,7 +179,8 @@ class Landing:
             name = self.block.values[0]
             z = tiles[name] if self.how.reverse else tokens.output("z", tiles | tokens.gates("z"), self.tile + other)
             loaded()
-            put(pages.operand(self.value_page(name, slot), self.numbers), z, self.numbers)
+            numbers = self.numbers if self.how.reverse else self.of_z
+            put(pages.operand(self.value_page(name, slot), numbers), z, numbers)
         sync()
         plgpu.barrier_arrive(self.barriers.ready.at[slot])
 

@@ -41,6 +41,13 @@ class Problem:
         return self.decay != "key" and (not self.erases or self.terms is not None)
 
     @property
+    def u_parts(self) -> int:
+        """Of U as the forward scan keeps it for the gradients: two where one has the digits of bfloat16 only and the
+        gradient of a decay per channel would lose by it."""
+        coarse = self.numbers.parts == 1 and jnp.dtype(self.numbers.dtype) == jnp.bfloat16
+        return 2 if coarse and self.decay == "key" and self.erases else self.numbers.parts
+
+    @property
     def chunks(self) -> int:
         return -(-self.length // C)
 

@@ -167,10 +167,11 @@ def scan(
     layout = Layout(problem, rule, {n: x.dtype for n, x in inputs.items()}, how.depth, how.reverse)
     state_shape = (problem.batch, problem.value_heads, problem.key_dim, columns)
     out: dict[str, Any] = {}
-    kept = (numbers.parts, problem.batch, problem.value_heads, problem.chunks * C, problem.value_dim)
+    kept = (problem.batch, problem.value_heads, problem.chunks * C, problem.value_dim)
     names = ("d_z", "d_states") if how.reverse and how.outputs else ("kept_u", "kept_states") if how.keep else None
     if names is not None:
-        out[names[0]] = jax.ShapeDtypeStruct(kept, numbers.dtype)
+        parts = numbers.parts if how.reverse else problem.u_parts
+        out[names[0]] = jax.ShapeDtypeStruct((parts, *kept), numbers.dtype)
         out[names[1]] = jax.ShapeDtypeStruct((numbers.parts, problem.chunks, *state_shape), numbers.dtype)
     if how.outputs and not how.reverse:
         shape = (problem.batch, problem.length, problem.value_heads, problem.value_dim)
@@ -184,12 +185,12 @@ def scan(
         out["end"] = jax.ShapeDtypeStruct((PARTS, *each), jnp.bfloat16)
     if how.save_states:
         out["states"] = jax.ShapeDtypeStruct((problem.chunks, *state_shape), jnp.float32)
-    parts = [jnp.bfloat16] if how.identity else []
+    others = [jnp.bfloat16] if how.identity else [jnp.float16] if how.keep else []
     landed = [given[n].dtype for n in (*tiles, *values)]
-    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landed, *parts)))
+    dtypes = list(dict.fromkeys(jnp.dtype(x) for x in (numbers.dtype, problem.dtype, *landed, *others)))
     per_stretch = how.chunks(problem)
-    others = [n for n in tiles if n in prepared and prepared[n].dtype != numbers.dtype]
-    block = Block(problem, rule, layout, how, tiles, values, landing, vectors, tuple(others))
+    wider = [n for n in tiles if n in prepared and prepared[n].dtype != numbers.dtype]
+    block = Block(problem, rule, layout, how, tiles, values, landing, vectors, tuple(wider))
 
     def body(*refs: Any) -> None:
         arrays = dict(zip(given, refs, strict=False))

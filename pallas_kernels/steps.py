@@ -1,6 +1,7 @@
 """One chunk after the other: what `scan` does, in the registers and the shared memory of one warpgroup."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,14 +75,18 @@ class Steps(Landing):
             key = transposed(self.operand("k", slot, piece))
             sums.append(([(key, t)], decayed(x, kept, piece)))
         if self.how.keep:
-            self.keep_values("kept_u", u, index)
+            self.keep_values("kept_u", self.kept_u(slot, u), index)
         made = accumulate(self.numbers, sums)
         if self.how.outputs:
             self._store(index, made.pop(0))
-        if self.how.keep and not self.problem.erases:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # U lies where the next values land
+        if self.how.keep and (not self.problem.erases or self.finer) and not self.how.outputs:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # some of U lies where the next values land
         self.done(number)
         return tuple(made), *ahead
+
+    def kept_u(self, slot: Any, u: Any) -> Any:
+        """U, or what it is made of, in as many parts as are kept; the second one lies where Z was."""
+        return (*u, *self.own(self.value_page("v", slot))) if self.finer else u
 
     @property
     def states(self) -> list[Any]:
@@ -121,7 +126,7 @@ class Steps(Landing):
 
     def _corrections(self, slot: Any, of: Mapping[str, Array], tokens: Tokens) -> tuple[Any, Any]:
         """U, and U with the decay to the end of the chunk, as operands."""
-        z: Any = None if self.how.identity else self.own(self.value_page("v", slot))
+        z: Any = None if self.how.identity else self.mine.operand(self.value_page("v", slot), self.of_z)
         x, t = self.own(self.layout.x), self.own(self.layout.t)
         separate = self.layout.t != self.layout.x
         if not self.problem.erases:
@@ -131,12 +136,15 @@ class Steps(Landing):
             return z, t if separate else z
         if self.how.outputs:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last chunk's output
-        put(x, -of["e"] if z is None else take(z) - of["e"], self.numbers)
+        parts = self.kept_u(slot, x)
+        wide = replace(self.numbers, parts=len(parts))
+        put(parts, -of["e"] if z is None else take(z) - of["e"], wide)
         sync()
-        (u,) = products(self.numbers, [(self.operand("a", slot), x)])
+        a = self.operand("a", slot)
+        (u,) = products(self.numbers, [(a, (part,)) for part in parts] if self.finer else [(a, x)])
         sync()
         if self.how.outputs or self.how.keep or not separate:
-            put(x, u, self.numbers)
+            put(parts, u, wide)
         if separate:
             put(t, u * rows(tokens.vectors["out_of"], C), self.numbers)
         sync()

@@ -38,6 +38,10 @@ KERNEL_GRADIENT_16 = 0.008
 """bfloat16 gradients of the gradient kernels against float64 on the same rounded inputs (measured worst in the
 interpreter 5.4e-3)."""
 
+KERNEL_FINER_U = 0.005
+"""The same in the interpreter where U is kept in two parts, a rule with a decay per channel that may grow (measured
+4.5e-3, and 5.5e-3 with one part)."""
+
 KERNEL_GRADIENT_16_DECAY = 0.02
 """The same for log_decay, whose gradient is a sum of products of both signs (measured 8.8e-3)."""
 
