@@ -9,10 +9,11 @@ difference between two models is paired by seed. For each model the same learnin
 own (0), the best on every other held-out document is picked, and seeds 1, 2 .. at that rate are tested on the others.
 The same seed gives the same numbers on the same machine.
 
-Budget. Runs of a model: rates + seeds = 6.
+Budget. Runs of a model: rates + seeds = 6 (toy), 7 (full). Later runs may try more rates.
     toy     2 cores: 6 models = 36 runs of 0.2M tokens, 5 to 30 s each: 6 minutes
-    full    one H200: 23 models = 138 runs of 10M tokens (a quarter of the corpus), 39M parameters. A run may take 10
-            minutes and is expected to take 12 s (600 steps), and a model 40 s to compile: two minutes for a model
+    full    one H200: 23 models = 161 runs of 10M tokens (a quarter of the corpus), 39M parameters. A run may take 10
+            minutes and takes 17 to 24 s of the GPU with three models at once (experiments/parallel.py), and a model
+            60 s to compile beside others: an hour in all
 Cells come in the order of `--models`: delta rules and what they are compared with, hybrids, then ablations.
 
 Results go to experiments/results/language_model_DEVICE.json after each cell; what is stored there with the same options
@@ -119,7 +120,7 @@ GRIDS = {
     "full": Grid(
         models=(*ORDER, *HYBRIDS, *ABLATIONS),
         corpus="runs/corpus",
-        rates=(1.5e-3, 3e-3, 6e-3),
+        rates=(7.5e-4, 1.5e-3, 3e-3, 6e-3),
         seeds=3,
         length=1024,
         tokens=10_000_000,

@@ -90,12 +90,14 @@ def make_config(model: str, base: ModelConfig) -> ModelConfig:
 
 
 def make_cell(model: str, config: ModelConfig, text: str, runs: Plan, grid: Any, **options: Any) -> Cell:
-    """What the cells of a model have in common; options: that the experiment has on top of `runs`, rates and base."""
+    """What the cells of a model have in common; options: that the experiment has on top of `runs` and base.
+
+    The rates of the sweep are not among them: more of them later go on with what is stored.
+    """
     parameters, block_parameters = weight(model, config)
     return {
         "model": model,
         "options": {
-            "rates": list(grid.rates),
             **{"text": text, "length": runs.length, "rows": runs.rows, "steps": runs.steps},
             **options,
             "base": differing(grid.base),

@@ -4,11 +4,11 @@
     python -m experiments.niah --grid full --minutes 25     one GPU, the text of experiments/corpus.py; the same
                                                             command goes on
 
-A batch is half needle documents of the four tasks (S-NIAH-1, 2, 3, MK-NIAH-1, arXiv 2404.06654) as long as a row, with
-the training text as their haystack, half rows of that text; the tokens of an answer weigh `answer_weight` each, all
-others 1. Values and haystacks of the test are others: another seed, and held-out text. An answer counts as found
-if every token of it is the model's most likely one after the prompt and the answer so far, which is what greedy
-decoding writes first (RULER also counts answers that come later in what it writes).
+A batch is half needle documents of the four tasks (S-NIAH-1, 2, 3, MK-NIAH-1, arXiv 2404.06654) as long as a row or
+shorter (`halvings`), with the training text as their haystack, half rows of that text; the tokens of an answer weigh
+`answer_weight` each, all others 1. Values and haystacks of the test are others: another seed, and held-out text. An
+answer counts as found if every token of it is the model's most likely one after the prompt and the answer so far,
+which is what greedy decoding writes first (RULER also counts answers that come later in what it writes).
 Models weigh the same and see the same batches in the same order for a seed. The learning rate is picked for each by
 the share of right tokens of answers at the training length, mean over the tasks, with a seed (0) and samples of its
 own; seeds 1, 2 .. are reported.
@@ -53,6 +53,9 @@ from qdelta_jax.training.train_step import TrainState
 KEY = ("model", "rate", "seed", "options")
 """What tells one cell from another; a later run of the same replaces it."""
 
+OPTIONS = ("documents", "halvings", "samples", "answer_weight")
+"""Of a grid: those that a cell stores beside those of every language model."""
+
 TIMES = (1, 2, 4, 8)
 """Lengths of the test, in those of training."""
 
@@ -70,6 +73,7 @@ class Grid:
     tokens: int
     batch_tokens: int
     documents: int
+    halvings: int
     samples: int
     answer_weight: float
     minutes: float
@@ -88,6 +92,7 @@ GRIDS = {
         tokens=1_228_800,
         batch_tokens=3072,
         documents=400,
+        halvings=0,
         samples=20,
         answer_weight=10.0,
         minutes=15.0,
@@ -107,6 +112,7 @@ GRIDS = {
         tokens=16_000_000,
         batch_tokens=32768,
         documents=2000,
+        halvings=2,
         samples=200,
         answer_weight=10.0,
         minutes=25.0,
@@ -131,7 +137,9 @@ class Niah:
         length: of a row, in tokens.
         tokens: of a run.
         batch_tokens: of a step.
-        documents: needle documents of each task.
+        documents: rows of needle documents, for each task.
+        halvings: of the length of these documents T: with 2, a third each of the rows has one of T tokens, two of T / 2
+            and four of T / 4. Tests begin at T.
         samples: of the test, for each task and length.
         answer_weight: of a token of an answer.
         minutes: no cell is begun after that.
@@ -150,6 +158,7 @@ class Niah:
     tokens: int | None = None
     batch_tokens: int | None = None
     documents: int | None = None
+    halvings: int | None = None
     samples: int | None = None
     answer_weight: float | None = None
     minutes: float | None = None
@@ -170,7 +179,7 @@ def main(options: Niah) -> dict[str, Any]:
     for model in grid.models:
         config = make_config(model, replace(grid.base, vocab_size=text.vocab_size))
         runner = Runner(partial(build, model, config), plan_of(grid))
-        own = {name: getattr(grid, name) for name in ("documents", "samples", "answer_weight")}
+        own = {name: getattr(grid, name) for name in OPTIONS}
         base = make_cell(model, config, text.name, runner.plan, grid, **own)
         until = began + 60 * grid.minutes
         work = partial(measure, runner, Scorer(runner, text, grid))
@@ -187,6 +196,8 @@ def resolve(options: Niah) -> Grid:
     """
     grid = chosen_grid(options, GRIDS)
     check_counts(grid, "documents", "samples")
+    if not 0 <= grid.halvings < grid.length.bit_length():
+        raise ValueError(f"halvings: got {grid.halvings}, want 0 or more, of a length of {grid.length}")
     if not 0 < grid.answer_weight < math.inf:
         raise ValueError(f"answer_weight: got {grid.answer_weight}, want a finite number above 0")
     if plan_of(grid).rows % 2:
@@ -234,7 +245,7 @@ def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
     grid, runs, text = scorer.grid, runner.plan, scorer.text
     # Here, where an error ends everything: with lengths too short for a needle no cell could be measured.
     prepare(text, grid.length, TIMES, grid.samples)
-    needle_rows(text, grid.length, grid.documents)
+    needle_rows(text, grid.length, grid.documents, grid.halvings)
 
     def score(state: TrainState) -> dict[str, Any]:
         whole, share = scorer(state, VALIDATION, TIMES[:1])
@@ -249,7 +260,8 @@ def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
 
     def numbers(cells: list[Cell]) -> list[Cell]:
         shape = {"length": runs.length, "rows": runs.rows, "steps": runs.steps}
-        data = training(text, **shape, documents=grid.documents, weight=grid.answer_weight, seed=cell["seed"])
+        of_rows = {"documents": grid.documents, "halvings": grid.halvings, "weight": grid.answer_weight}
+        data = training(text, **shape, **of_rows, seed=cell["seed"])
         return [runner.run(cell["rate"], cell["seed"], data, score)]
 
     return attempt(numbers, cells, format_cell)

@@ -20,7 +20,7 @@ TRAINING, VALIDATION, TEST = 0, 1, 2
 """Seeds of needles."""
 
 PIECE = 25
-"""Documents that a thread writes at a time."""
+"""Rows that a thread writes at a time."""
 
 HAYSTACK = 2_000_000
 """Characters of a split that serve as its haystack, at most: read in a circle."""
@@ -37,52 +37,67 @@ class Questions(NamedTuple):
     answers: np.ndarray
 
 
+class Rows(NamedTuple):
+    """[N, T] each: tokens, what they predict, their documents (from 1; 0: padding), and whether that is asked for: a
+    token of an answer or the end behind it."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    segment_ids: np.ndarray
+    asked: np.ndarray
+
+
 @cache
-def needle_rows(text: Text, length: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """tokens [N, T + 1] of documents, how many each has [N], and where its answer begins [N]; `count` of each task.
-
-    Rows of the tasks take turns. Padding is 0.
-    """
-    codec, tasks = text.vocabulary, list(NEEDLE_TASKS)
+def needle_rows(text: Text, length: int, count: int, halvings: int = 0) -> Rows:
+    """`count` rows of each task, which take turns. Of those of a task as many each hold a document as long as a row,
+    two of half that length, four of a quarter, and so on for so many halvings."""
+    codec, tasks, kinds = text.vocabulary, list(NEEDLE_TASKS), halvings + 1
     haystack = text.excerpt(text.train, HAYSTACK)
-    rows = np.zeros((count * len(tasks), length + 1), np.int32)
-    sizes, begins = np.zeros((2, len(rows)), np.int32)
+    shape = (count * len(tasks), length)
+    rows = Rows(*np.zeros((3, *shape), np.int32), np.zeros(shape, np.bool_))
 
-    def write(job: tuple[int, int]) -> None:
-        place, first = job
-        seed, many = (TRAINING, place), min(PIECE, count - first)
-        made = needle_documents(tasks[place], length=length - 1, seed=seed, tokenizer=codec, text=haystack, first=first)
-        for i, document in enumerate(islice(made, many), first):
-            prompt, answer = document.rsplit(" ", 1)
-            ids = [codec.encode(prompt), codec.encode(f" {answer}")]
-            row = i * len(tasks) + place
-            begins[row] = 1 + len(ids[0])
-            sizes[row] = begins[row] + len(ids[1]) + 1
-            rows[row, : sizes[row]] = np.concatenate([[codec.end], *ids, [codec.end]])
+    def write(job: tuple[int, int, int]) -> None:
+        place, half, first = job
+        size = length >> half
+        numbers = range(kinds * first + half, min(kinds * (first + PIECE), count), kinds)
+        made = needle_documents(
+            tasks[place],
+            length=size - 1,
+            seed=(TRAINING, place, half),
+            tokenizer=codec,
+            text=haystack,
+            first=first << half,
+        )
+        for number, part in product(numbers, range(1 << half)):
+            prompt, answer = next(made).rsplit(" ", 1)
+            begin = [codec.end, *codec.encode(prompt)]
+            ids = np.array([*begin, *codec.encode(f" {answer}"), codec.end])
+            row, where = number * len(tasks) + place, part * size + np.arange(len(ids) - 1)
+            rows.tokens[row, where], rows.targets[row, where] = ids[:-1], ids[1:]
+            rows.segment_ids[row, where] = part + 1
+            rows.asked[row, where[len(begin) - 1 :]] = True
 
+    jobs = product(range(len(tasks)), range(kinds), range(0, -(-count // kinds), PIECE))
     # A tokenizer works outside of Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write, product(range(len(tasks)), range(0, count, PIECE))))
-    return rows, sizes, begins
+        list(pool.map(write, jobs))
+    return rows
 
 
 def training(
-    text: Text, *, length: int, rows: int, steps: int, documents: int, weight: float, seed: int
+    text: Text, *, length: int, rows: int, steps: int, documents: int, halvings: int, weight: float, seed: int
 ) -> Iterator[Batch]:
     """Batches: needle documents in the first half of the rows, pieces of text in the others.
 
-    Every document once an epoch, in an order that depends on the seed. Tokens of an answer and its end weigh
-    `weight`.
+    Every row of documents once an epoch, in an order that depends on the seed. What is asked for weighs `weight`.
     """
-    tokens, sizes, begins = needle_rows(text, length, documents)
-    half = rows // 2
-    epochs = -(-half * steps // len(tokens))
-    order = np.concatenate([np.random.default_rng((seed, epoch)).permutation(len(tokens)) for epoch in range(epochs)])
-    place = np.arange(1, length + 1)
+    found = needle_rows(text, length, documents, halvings)
+    half, count = rows // 2, len(found.tokens)
+    epochs = -(-half * steps // count)
+    order = np.concatenate([np.random.default_rng((seed, epoch)).permutation(count) for epoch in range(epochs)])
     for step, piece in enumerate(islice(batches(text.train, length=length, rows=half, seed=seed), steps)):
-        mine = order[step * half : (step + 1) * half]
-        inside, asked = place < sizes[mine, None], place >= begins[mine, None]
-        needles = Batch(tokens[mine, :-1], tokens[mine, 1:], inside.astype(np.int32), np.where(asked, weight, 1.0))
+        mine = Rows(*(x[order[step * half : (step + 1) * half]] for x in found))
+        needles = (*mine[:3], np.where(mine.asked, weight, 1.0))
         plain = piece._replace(weights=np.ones(piece.tokens.shape))
         yield Batch(*(np.concatenate(pair).astype(kind) for *pair, kind in zip(needles, plain, KINDS, strict=True)))
 

@@ -174,10 +174,11 @@ def test_failures_are_left_and_tried_again(tmp_path, monkeypatch, capsys):
     language_model.main(options)
     assert tried[5:] == [(1e-3, 0), (1e-3, 1), (1e-3, 2), (1e-3, 3)]
     assert "nothing is left" in capsys.readouterr().out
-    # Other rates are another sweep, with a row of its own.
-    result = language_model.main(replace(options, rates=(1e-2,)))
-    assert len(tried) == 13
-    assert sorted(row["trials"] for row in plot_language.rows(result)) == [1, 2]
+    # More rates go on with what is stored.
+    result = language_model.main(replace(options, rates=(1e-4, 1e-3, 1e-2)))
+    assert tried[9:] == [(1e-4, 0), (1e-4, 1), (1e-4, 2), (1e-4, 3)]
+    (row,) = plot_language.rows(result)
+    assert (row["trials"], row["rate"], row["edge"]) == (3, 1e-4, True)
 
 
 def test_verdicts_of_paired_differences(tmp_path, monkeypatch):

@@ -109,6 +109,24 @@ def test_bad_cache_of_a_mixer(layers, change, message):
         jax.eval_shape(run, X)
 
 
+ATTENTION_CACHES = [
+    (lambda c: {"keys": c.keys}, "cache: got dict, want an AttentionCache"),
+    (lambda c: c._replace(keys=0), r"cache.keys: got int, want an array \[B,N,H,D\]"),
+    (lambda c: c._replace(keys=c.keys[:1]), "cache: got one of batch size 1"),
+    (lambda c: c._replace(values=c.values[:, 1:]), r"cache.values: got shape \(2, 1, .* want \[B,N,H,D\]"),
+    (lambda c: c._replace(values=c.values.astype(jnp.int32)), "cache.values: got dtype int32, want a floating dtype"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ATTENTION_CACHES)
+def test_bad_cache_of_attention(layers, change, message):
+    """As above."""
+    window = layers["window"]
+    run = lambda x: inspect.unwrap(Attention.__call__)(window, x, cache=change(window.init_cache(2, 1)))  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run, X)
+
+
 def test_more_tokens_than_the_cache_holds(layers):
     with pytest.raises(ValueError, match="x: got 3 tokens in one call, want at most the cache's max_length = 2"):
         layers["attention"](X, cache=layers["attention"].init_cache(2, 2))

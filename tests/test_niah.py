@@ -24,17 +24,31 @@ def text():
     return load_text("shipped")
 
 
+def documents_of(rows, row):
+    """(ids, where its answer begins) of each document of a row, in order."""
+    for segment in range(1, rows.segment_ids[row].max() + 1):
+        (where,) = np.nonzero(rows.segment_ids[row] == segment)
+        np.testing.assert_array_equal(where, np.arange(where[0], where[-1] + 1))
+        np.testing.assert_array_equal(rows.tokens[row, where[1:]], rows.targets[row, where[:-1]])
+        asked = np.flatnonzero(rows.asked[row, where])
+        np.testing.assert_array_equal(asked, np.arange(asked[0], len(where)))
+        yield [rows.tokens[row, where[0]], *rows.targets[row, where]], asked[0] + 1
+
+
 def test_rows_are_documents_with_weights_on_answers(text):
-    """As many of each task; a row begins and ends with the end of a document; the answer is what is asked for."""
-    rows, sizes, begins = needle_rows(text, LENGTH, 2)
-    assert rows.shape == (2 * len(NEEDLE_TASKS), LENGTH + 1)
-    for row, size, begin in zip(rows, sizes, begins, strict=True):
-        assert row[0] == row[size - 1] == text.vocabulary.end
-        prompt, answer = (text.vocabulary.decode(row[a:b]) for a, b in ((1, begin), (begin, size - 1)))
+    """As many of each task; each begins and ends with the end of a document; the answer is what is asked for."""
+    rows = needle_rows(text, LENGTH, 2)
+    assert rows.tokens.shape == (2 * len(NEEDLE_TASKS), LENGTH)
+    for row in range(len(rows.tokens)):
+        ((ids, begin),) = documents_of(rows, row)
+        assert ids[0] == ids[-1] == text.vocabulary.end
+        prompt, answer = (text.vocabulary.decode(x) for x in (ids[1:begin], ids[begin:-1]))
         assert prompt.endswith("mentioned in the provided text is")
         assert f"is: {answer.strip()}." in prompt
-        assert not row[size:].any()
-    options = {"length": LENGTH, "rows": 4, "steps": 6, "documents": 2, "weight": 7.0}
+        padding = rows.segment_ids[row] == 0
+        assert not rows.tokens[row, padding].any()
+        assert not rows.asked[row, padding].any()
+    options = {"length": LENGTH, "rows": 4, "steps": 6, "documents": 2, "halvings": 0, "weight": 7.0}
     made = list(training(text, **options, seed=3))
     again, other = (next(training(text, **options, seed=seed)) for seed in (3, 4))
     np.testing.assert_array_equal(made[0].tokens, again.tokens)
@@ -44,13 +58,29 @@ def test_rows_are_documents_with_weights_on_answers(text):
         assert batch.tokens.shape == (4, LENGTH)
         assert (batch.weights[2:] == 1).all()
         for row in range(2):
-            counted = np.flatnonzero((batch.weights[row] == 7) & (batch.segment_ids[row] != 0))
-            (own,) = [i for i, x in enumerate(rows) if np.array_equal(x[:-1], batch.tokens[row])]
-            np.testing.assert_array_equal(counted, np.arange(begins[own], sizes[own]) - 1)
-            np.testing.assert_array_equal(batch.targets[row, counted], rows[own, begins[own] : sizes[own]])
+            (own,) = [i for i, x in enumerate(rows.tokens) if np.array_equal(x, batch.tokens[row])]
+            np.testing.assert_array_equal(batch.weights[row], np.where(rows.asked[own], 7, 1))
+            np.testing.assert_array_equal(batch.targets[row], rows.targets[own])
+            np.testing.assert_array_equal(batch.segment_ids[row], rows.segment_ids[own])
             seen.append(own)
-    # 12 rows of 8 documents: each once before any comes again.
+    # 12 rows of 8: each once before any comes again.
     assert sorted(seen[:8]) == list(range(8))
+
+
+def test_shorter_documents_share_a_row(text):
+    length, tasks = 4 * LENGTH, list(NEEDLE_TASKS)
+    rows = needle_rows(text, length, 5, 2)
+    all_ids = []
+    for row in range(5 * len(tasks)):
+        found = list(documents_of(rows, row))
+        # Of the five rows of a task the first and fourth hold one, the second and fifth two, the third four.
+        assert len(found) == (1, 2, 4, 1, 2)[row // len(tasks)]
+        for ids, begin in found:
+            size = length // len(found)
+            assert size - 200 < len(ids) <= size + 1
+            assert f"is: {text.vocabulary.decode(ids[begin:-1]).strip()}." in text.vocabulary.decode(ids[1:begin])
+            all_ids.append(tuple(ids))
+    assert len(set(all_ids)) == len(all_ids) == 10 * len(tasks)
 
 
 def test_questions_are_new_and_answers_are_where_they_are_asked(text):
@@ -64,7 +94,7 @@ def test_questions_are_new_and_answers_are_where_they_are_asked(text):
             answer = text.vocabulary.decode(asked.answers[row])
             assert f"is: {answer.strip()}." in prompt
             assert len(answer) == (8 if needle.value == "number" else 37)
-            known = text.vocabulary.decode(needle_rows(text, LENGTH, 2)[0].ravel())
+            known = text.vocabulary.decode(needle_rows(text, LENGTH, 2).tokens.ravel())
             assert answer.strip() not in known
             assert not np.array_equal(asked.answers[row], other.answers[row])
             # But for its last token an answer is among the inputs, behind the place where it is asked.
@@ -181,6 +211,8 @@ def test_a_long_transformer_has_no_convolutions():
         ({"rates": (float("nan"),)}, r"rates: got \(nan,\), want finite"),
         ({"answer_weight": float("inf")}, "answer_weight: got inf, want a finite number above 0"),
         ({"samples": 0}, "samples: got 0, want at least 1"),
+        ({"halvings": -1}, "halvings: got -1, want 0 or more"),
+        ({"halvings": 10}, "halvings: got 10, want 0 or more, of a length of 900"),
         ({"answer_weight": 0.0}, "answer_weight: got 0.0, want a finite number above 0"),
         ({"rates": ()}, r"rates: got \(\), want one or more"),
         ({"batch_tokens": 3 * LENGTH, "tokens": 3 * LENGTH * PARTS}, "want an even number of rows of 900"),

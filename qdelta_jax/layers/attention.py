@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from qdelta_jax.checks import check_count, own_values
-from qdelta_jax.layers.inputs import check_along, check_cache_batch, check_hidden, check_number
+from qdelta_jax.layers.inputs import check_along, check_cache_batch, check_floating, check_hidden, check_number
 from qdelta_jax.layers.linear import Initializer, Linear
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.rope import rope
@@ -124,6 +124,19 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, **options) if config.qk_norm else None
 
+    def _check_cache(self, cache: Any, batch: int, length: int) -> None:
+        if not isinstance(cache, AttentionCache):
+            raise ValueError(f"cache: got {type(cache).__name__}, want an AttentionCache as from init_cache")
+        if getattr(cache.keys, "ndim", 0) != 4:
+            raise ValueError(f"cache.keys: got {type(cache.keys).__name__}, want an array [B,N,H,D] as from init_cache")
+        check_cache_batch(cache.keys.shape[0], batch)
+        size = cache.keys.shape[1] if self.config.window is None else self.config.window
+        for name in ("keys", "values"):
+            shape = (batch, size, self.config.groups, self.config.head_dim)
+            check_floating(f"cache.{name}", getattr(cache, name), "[B,N,H,D]", shape)
+        if self.config.window is None and length > size:
+            raise ValueError(f"x: got {length} tokens in one call, want at most the cache's max_length = {size}")
+
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> AttentionCache:
         """An empty cache of `max_length` keys, or of `window` keys if that is set (then memory is constant).
 
@@ -162,11 +175,7 @@ class Attention(nnx.Module):
         check_along(x.shape[:2], segment_ids, positions)
         batch, length, _ = x.shape
         if cache is not None:
-            check_cache_batch(cache.keys.shape[0], batch)
-            if self.config.window is None and length > cache.keys.shape[1]:
-                raise ValueError(
-                    f"x: got {length} tokens in one call, want at most the cache's max_length = {cache.keys.shape[1]}"
-                )
+            self._check_cache(cache, batch, length)
         valid = None
         if segment_ids is not None:
             # Before anything else: 0 * NaN is NaN, in products and in their gradients.
