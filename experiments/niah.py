@@ -260,8 +260,8 @@ def measure(runner: Runner, scorer: Scorer, cells: list[Cell]) -> list[Cell]:
 
     def numbers(cells: list[Cell]) -> list[Cell]:
         shape = {"length": runs.length, "rows": runs.rows, "steps": runs.steps}
-        of_rows = {"documents": grid.documents, "halvings": grid.halvings, "weight": grid.answer_weight}
-        data = training(text, **shape, **of_rows, seed=cell["seed"])
+        of_rows = {"documents": grid.documents, "halvings": grid.halvings}
+        data = training(text, **shape, **of_rows, weight=grid.answer_weight, seed=cell["seed"])
         return [runner.run(cell["rate"], cell["seed"], data, score)]
 
     return attempt(numbers, cells, format_cell)

@@ -54,7 +54,8 @@ def needle_rows(text: Text, length: int, count: int, halvings: int = 0) -> Rows:
     codec, tasks, kinds = text.vocabulary, list(NEEDLE_TASKS), halvings + 1
     haystack = text.excerpt(text.train, HAYSTACK)
     shape = (count * len(tasks), length)
-    rows = Rows(*np.zeros((3, *shape), np.int32), np.zeros(shape, np.bool_))
+    tokens, targets, segment_ids = np.zeros((3, *shape), np.int32)
+    rows = Rows(tokens, targets, segment_ids, np.zeros(shape, np.bool_))
 
     def write(job: tuple[int, int, int]) -> None:
         place, half, first = job
@@ -80,7 +81,11 @@ def needle_rows(text: Text, length: int, count: int, halvings: int = 0) -> Rows:
     jobs = product(range(len(tasks)), range(kinds), range(0, -(-count // kinds), PIECE))
     # A tokenizer works outside of Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write, jobs))
+        try:
+            list(pool.map(write, jobs))
+        except ValueError as error:
+            wanted = f"documents of {length >> halvings} tokens are too short ({error})"
+            raise ValueError(f"length {length}, halvings {halvings}: {wanted}") from error
     return rows
 
 

@@ -79,7 +79,7 @@ def main(options: Parallel, words: list[str]) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     waiting, free = list(grid.models), devices() * options.each
     running: list[Job] = []
-    failed = []
+    failed, late = [], list[str]()
     with told_to_stop() as told:
         try:
             while (waiting or running) and not told:
@@ -91,6 +91,7 @@ def main(options: Parallel, words: list[str]) -> None:
                 left = (until - time.perf_counter()) / 60
                 if waiting and left <= 0:
                     print(f"no time is left: {', '.join(waiting)}", flush=True)
+                    late = waiting.copy()
                     waiting.clear()
                 elif waiting and free:
                     model = waiting.pop(0)
@@ -107,8 +108,10 @@ def main(options: Parallel, words: list[str]) -> None:
     if told:
         print("stopped: the same command goes on", flush=True)
         raise SystemExit(128 + told[0])
-    # Nothing is trained: its last lines, of all models.
+    # Nothing is trained: its last lines, of all models. To train again what is stored would leave all of it.
     module.main(replace(own, minutes=0.0, again=False))
+    if own.again and late:
+        print(f"not trained again: {', '.join(late)}", flush=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

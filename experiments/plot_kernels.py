@@ -51,14 +51,14 @@ def summary(result: dict[str, Any]) -> str:
         ratios = ratio(times["mosaic"], floor), ratio(times["peer"], times["mosaic"])
         shown = [number(times[side]) + star(row.get(side, {})) for side in COLORS]
         lines.append(line((*names, number(floor), *shown, *ratios)))
-    if any("note" in cell for cell in result["cells"]):
+    if any(map(star, result["cells"])):
         lines += ["", "\\* computes another recurrence"]
     return "\n".join([*lines, ""])
 
 
 def star(cell: dict[str, Any]) -> str:
     """The mark of what computes another recurrence."""
-    return "*" if "note" in cell else ""
+    return "*" if "another recurrence" in cell.get("note", "") else ""
 
 
 def table(result: dict[str, Any]) -> str:
@@ -84,7 +84,7 @@ def both_table(result: dict[str, Any]) -> str:
         by = f" ({c['versions']['gradients']})" if c["implementation"] == "mosaic" else ""
         values = [number(c.get(name)) for name in ("both_ms", "both_call_ms", "both_mib")]
         errors = [f"{c[name]:.1e}" if name in c else "" for name in ("gradient_error", "decay_gradient_error")]
-        why = in_cell(c.get("both_error", ""))
+        why = in_cell("; ".join(c[name] for name in ("note", "both_error") if name in c))
         lines.append(line((c["shape"], c["rule"], c["dtype"], c["implementation"] + by, *values, *errors, why)))
     return "\n".join([*lines, ""]) if cells else ""
 
@@ -129,7 +129,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         ax.set_ylim(0.5 * min(floors), 1.6 * ax.get_ylim()[1])
         ax.grid(axis="x", visible=False)
     axes[-1, 0].set_xticks(range(len(rules)), rules)
-    starred = any("note" in cell for cell in result["cells"])
+    starred = any(map(star, result["cells"]))
     names = {"peer": f"peer (its fastest variant{'; * computes another recurrence' if starred else ''})"}
     handles = {names.get(side, side): plt.Rectangle((0, 0), 1, 1, color=COLORS[side]) for side in seen}
     handles["floor: inputs and output moved once"] = plt.Line2D([], [], color="black")

@@ -39,8 +39,8 @@ THREADS = WARPS * LANES
 HEADS = (16, 32, 64, 128)
 """Sizes of heads that a norm can be over."""
 
-EPS = (float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max))
-"""Least and most that can stand under a root: what is less is 0 on a GPU, and the norm of zeros not a number."""
+EPS = (1e-24, float(jnp.finfo(jnp.float32).max))
+"""Least and most that can stand under a root: eps^(-3/2), which gradients have, is a number of float32, too."""
 
 REFUSED = (
     "second derivatives and forward-mode derivatives do not go through pallas_kernels.convolution, which has gradients "
@@ -94,7 +94,7 @@ def _check_more(x: Any, runs: Any, silu: Any, eps: Any) -> None:
     real = isinstance(eps, int | float | np.integer | np.floating) and not isinstance(eps, bool)
     number = eps.item() if isinstance(eps, np.generic) else eps  # Python's compare as they are, whatever their size
     if not real or not EPS[0] <= number <= EPS[1]:
-        raise ValueError(f"eps: got {eps!r}, want a number above 0 that float32 holds, {EPS[0]:.3g} .. {EPS[1]:.3g}")
+        raise ValueError(f"eps: got {eps!r}, want a number above 0, {EPS[0]:.3g} .. {EPS[1]:.3g}")
 
 
 def convolution_unsupported(x: Any, kernel: Any, *, head: int | None = None, dtype: Any = None) -> str | None:
@@ -152,7 +152,7 @@ def convolution(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
         head: so many neighbouring channels are normed together: 16, 32 or 64, C a multiple of 256, or 128, C one of
             512; None: no norm, y = s.
-        eps: under the root, above 0.
+        eps: under the root, at least 1e-24.
     Returns:
         y [B, T, C].
     Raises:

@@ -57,7 +57,8 @@ _settings: ContextVar[Mapping[str, Any] | None] = ContextVar("mosaic_settings", 
 def kernel_settings(*, interpret: Any = None, gradients: str = "kernels", **overrides: Any) -> Iterator[None]:
     """For tests: how the kernels of the calls inside run.
 
-    interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly. gradients, overrides: as in `KernelOptions`.
+    interpret: a `plgpu.InterpretGPUParams`, to run them on a CPU, slowly; with few cores its threads wait for each
+    other for ever (docs/kernels.md, Testing). gradients, overrides: as in `KernelOptions`.
     """
     token = _settings.set({"interpret": interpret, "gradients": gradients, "overrides": overrides})
     try:

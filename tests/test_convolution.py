@@ -130,7 +130,7 @@ def test_module():
 
 REFUSED = [
     ({"norm_eps": 0.0}, "norm_eps: got 0.0, want a number above 0"),
-    ({"norm_eps": 1e-40}, "norm_eps: got 1e-40, want a number above 0 that float32 holds"),
+    ({"norm_eps": 1e-40}, "norm_eps: got 1e-40, want a number above 0, 1e-24"),
     ({"norm_eps": 10**400}, "norm_eps: got 1000.*, want a number above 0"),
     ({"norm_eps": True}, "norm_eps: got True"),
     ({"use_bias": "no"}, "use_bias: got 'no', want True or False"),

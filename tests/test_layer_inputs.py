@@ -1,6 +1,7 @@
 """Layers, models and configurations say in a ValueError which argument is wrong."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ from flax import nnx
 
 from qdelta_jax.layers.attention import Attention, AttentionConfig
 from qdelta_jax.layers.inputs import check_tokens
+from qdelta_jax.layers.linear import Linear
 from qdelta_jax.layers.mixer import Mixer, MixerConfig
+from qdelta_jax.layers.norms import GatedRMSNorm, RMSNorm
 from qdelta_jax.models import LanguageModel, ModelConfig, generate
 from qdelta_jax.rules import RULES
 
@@ -115,7 +118,22 @@ ATTENTION_CACHES = [
     (lambda c: c._replace(keys=c.keys[:1]), "cache: got one of batch size 1"),
     (lambda c: c._replace(values=c.values[:, 1:]), r"cache.values: got shape \(2, 1, .* want \[B,N,H,D\]"),
     (lambda c: c._replace(values=c.values.astype(jnp.int32)), "cache.values: got dtype int32, want a floating dtype"),
+    (lambda c: c._replace(length=3), r"cache.length: got int, want an array \[B\]"),
+    (lambda c: c._replace(length=c.length.astype(jnp.float32)), "cache.length: got dtype float32, want an integer"),
 ]
+
+
+@pytest.mark.parametrize("build", [partial(Linear, 4, 4), partial(RMSNorm, 4), partial(GatedRMSNorm, 4)])
+def test_dtypes_of_small_layers(build):
+    for name, value in (("dtype", jnp.int32), ("param_dtype", "x")):
+        with pytest.raises(ValueError, match=f"^{name}: got .*, want a floating dtype"):
+            build(rngs=nnx.Rngs(0), **{name: value})
+
+
+@pytest.mark.parametrize("eps", [0, -1.0, 1e-30])
+def test_eps_of_a_norm(eps):
+    with pytest.raises(ValueError, match=f"eps: got {eps}, want a number above 0"):
+        RMSNorm(4, eps, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(("change", "message"), ATTENTION_CACHES)

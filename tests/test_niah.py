@@ -195,6 +195,8 @@ def test_lengths_without_room_end_the_run_before_anything_is_trained(tmp_path, m
     short = {"length": 300, "batch_tokens": 600, "tokens": 600 * PARTS}
     with pytest.raises(ValueError, match="length: got 299, want at least"):
         niah.main(replace(TOY, **short, models=("kda",), out=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"length 900, halvings 3: documents of 112 tokens are too short \(length"):
+        needle_rows(load_text("shipped"), LENGTH, 8, 3)
 
 
 def test_a_long_transformer_has_no_convolutions():

@@ -9,7 +9,14 @@ from jax import Array
 from jaxtyping import Float
 
 from qdelta_jax.checks import check_count, own_values
-from qdelta_jax.layers.inputs import check_along, check_cache_batch, check_floating, check_hidden, check_number
+from qdelta_jax.layers.inputs import (
+    check_along,
+    check_array,
+    check_cache_batch,
+    check_dtypes,
+    check_hidden,
+    check_number,
+)
 from qdelta_jax.layers.linear import Initializer, Linear
 from qdelta_jax.layers.norms import RMSNorm
 from qdelta_jax.layers.rope import rope
@@ -113,6 +120,7 @@ class Attention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
     ):
+        check_dtypes(dtype, param_dtype)
         self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
         inner, outer = config.heads * config.head_dim, config.groups * config.head_dim
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -133,7 +141,8 @@ class Attention(nnx.Module):
         size = cache.keys.shape[1] if self.config.window is None else self.config.window
         for name in ("keys", "values"):
             shape = (batch, size, self.config.groups, self.config.head_dim)
-            check_floating(f"cache.{name}", getattr(cache, name), "[B,N,H,D]", shape)
+            check_array(f"cache.{name}", getattr(cache, name), "[B,N,H,D]", shape)
+        check_array("cache.length", cache.length, "[B]", (batch,), "integer")
         if self.config.window is None and length > size:
             raise ValueError(f"x: got {length} tokens in one call, want at most the cache's max_length = {size}")
 

@@ -14,11 +14,11 @@ import pallas_kernels
 from qdelta_jax.checks import check_count, check_segment_ids
 from qdelta_jax.kept import activation
 from qdelta_jax.layers.inputs import (
+    check_array,
     check_conv_implementation,
     check_dtype,
     check_dtypes,
     check_flag,
-    check_floating,
     check_number,
 )
 from qdelta_jax.layers.linear import Initializer, widened
@@ -61,7 +61,7 @@ def short_convolution(
     width = kernel.shape[0]
     before_shape = (batch, width - 1, channels)
     if cache is not None:
-        check_floating("cache", cache, "[B,W-1,C]", before_shape)
+        check_array("cache", cache, "[B,W-1,C]", before_shape)
     before = jnp.zeros(before_shape, x.dtype) if cache is None else cache.astype(x.dtype)
     if segment_ids is None:
         x = jnp.concatenate([before, x], axis=1)
@@ -139,8 +139,9 @@ class ShortConvolution(nnx.Module):
             gradient (a Hopper GPU, no bias, a multiple of 128 channels, at most 5 taps, no float64; derivatives in
             reverse mode, once); or None, "mosaic" where that can run. With a cache it is always "xla". The norm is a
             part of the kernels where `pallas_kernels.convolution_unsupported` has nothing against such heads.
-        norm_size: L2 norm over each head of so many channels after the activation; None: no norm.
-        norm_eps: of that norm, above 0.
+        norm_size: L2 norm over each head of so many channels after the activation; None: no norm. The kernels norm
+            before they round to the dtype, "xla" after it.
+        norm_eps: of that norm, at least 1e-24.
         kernel_init: initializer (key, shape, dtype) -> array; uniform in +-W^-0.5 by default.
         dtype: of the result; None for the input's.
         param_dtype: of the parameters.

@@ -11,6 +11,7 @@ from qdelta_jax.checks import check_segment_ids
 
 __all__ = [
     "check_along",
+    "check_array",
     "check_cache_batch",
     "check_conv_implementation",
     "check_conv_width",
@@ -18,7 +19,6 @@ __all__ = [
     "check_dtype",
     "check_dtypes",
     "check_flag",
-    "check_floating",
     "check_hidden",
     "check_number",
     "check_tokens",
@@ -77,14 +77,15 @@ def check_along(shape: tuple[int, ...], segment_ids: Any, positions: Any) -> Non
         raise ValueError(f"positions: got shape {positions.shape}, want [B,T] = {tuple(shape)}")
 
 
-def check_floating(name: str, x: Any, axes: str, shape: tuple[int, ...]) -> None:
-    """A floating array of that very shape, whose axes are called so."""
+def check_array(name: str, x: Any, axes: str, shape: tuple[int, ...], kind: str = "floating") -> None:
+    """A floating (or integer) array of that very shape, whose axes are called so."""
     if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
         raise ValueError(f"{name}: got {type(x).__name__}, want an array {axes} = {shape}")
     if x.shape != shape:
         raise ValueError(f"{name}: got shape {x.shape}, want {axes} = {shape}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name}: got dtype {x.dtype}, want a floating dtype")
+    if not jnp.issubdtype(x.dtype, getattr(jnp, kind)):
+        article = "a" if kind == "floating" else "an"
+        raise ValueError(f"{name}: got dtype {x.dtype}, want {article} {kind} dtype")
 
 
 def check_cache_batch(got: int, batch: int) -> None:
@@ -93,15 +94,16 @@ def check_cache_batch(got: int, batch: int) -> None:
 
 
 def check_number(name: str, value: Any, wanted: str = "a finite number", *, positive: bool = False) -> float:
-    """A finite real number that is known at compile time; if positive, in float32 too, where less than 2^-126 is 0."""
+    """A finite real number that is known at compile time; if positive, one whose power -3/2, which the gradients of
+    roots have, is finite in float32."""
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     try:
         number = float(value) if real else math.nan
     except OverflowError:  # an integer beyond float64
         number = math.inf
-    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    least, most = 1e-24, float(np.finfo(np.float32).max)
     if not math.isfinite(number) or (positive and not least <= number <= most):
-        wanted = f"a number above 0 that float32 holds, {least:.3g} .. {most:.3g}" if positive else wanted
+        wanted = f"a number above 0, {least:.3g} .. {most:.3g}" if positive else wanted
         raise ValueError(f"{name}: got {value!r}, want {wanted}")
     return number
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from pallas_kernels.mesh import vary, varying
 from qdelta_jax.kept import activation
+from qdelta_jax.layers.inputs import check_dtypes
 from qdelta_jax.layers.partitioning import Axes, partitioned
 
 __all__ = ["Initializer", "Linear", "LowRank", "xavier_uniform"]
@@ -111,6 +112,7 @@ class Linear(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_dtypes(dtype, param_dtype)
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         kernel = partitioned(kernel_init or nnx.initializers.lecun_normal(), axes)
         self.kernel = nnx.Param(kernel(rngs.params(), (in_features, out_features), param_dtype))

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from qdelta_jax.kept import activation
+from qdelta_jax.layers.inputs import check_dtypes, check_number
 from qdelta_jax.layers.linear import wider
 from qdelta_jax.layers.partitioning import partitioned
 
@@ -39,7 +40,8 @@ class RMSNorm(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
     ):
-        self.eps, self.dtype = eps, dtype
+        check_dtypes(dtype, param_dtype)
+        self.eps, self.dtype = check_number("eps", eps, positive=True), dtype
         ones = partitioned(nnx.initializers.ones, (None,))
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
 
@@ -69,7 +71,8 @@ class GatedRMSNorm(nnx.Module):
     ):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: got {activation!r}, want one of {sorted(ACTIVATIONS)}")
-        self.eps, self.dtype, self.activation = eps, dtype, activation
+        check_dtypes(dtype, param_dtype)
+        self.eps, self.dtype, self.activation = check_number("eps", eps, positive=True), dtype, activation
         ones = partitioned(nnx.initializers.ones, (None,))
         self.scale = nnx.Param(ones(rngs.params(), (features,), param_dtype))
 
