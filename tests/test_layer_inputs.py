@@ -130,7 +130,7 @@ def test_dtypes_of_small_layers(build):
             build(rngs=nnx.Rngs(0), **{name: value})
 
 
-@pytest.mark.parametrize("eps", [0, -1.0, 1e-30])
+@pytest.mark.parametrize("eps", [0.0, -1.0, 1e-30])
 def test_eps_of_a_norm(eps):
     with pytest.raises(ValueError, match=f"eps: got {eps}, want a number above 0"):
         RMSNorm(4, eps, rngs=nnx.Rngs(0))
