@@ -73,7 +73,7 @@ def test_every_kind_of_rule(name):
     check_gradients(name, make_inputs(name, SMALL), make_cotangents(SMALL), how=by_kernels)
 
 
-@pytest.mark.parametrize("name", ["gated_delta_net", "gated_delta_net2"])
+@pytest.mark.parametrize("name", ["gated_delta_net2"] + ["gated_delta_net"] * ON_GPU)
 def test_16_bit_inputs_and_wide_grouped_heads(name):
     finer = name == "gated_delta_net2" and not ON_GPU
     limits = {"tolerance": KERNEL_FINER_U if finer else KERNEL_GRADIENT_16}
