@@ -145,10 +145,9 @@ class GradientTiles(Tokens):
         if self.layout.early:
             self.fetch_late(self.me)
 
-    def kept(self, name: str, piece: Any) -> list[Any]:
-        """U or dZ in device memory, part by part."""
-        ref = self.inputs[name]
-        return [ref.at[p, self.batch, self.head, self.tokens, pl.ds(piece * C, C)] for p in range(ref.shape[0])]
+    def kept(self, name: str, part: int, piece: Any) -> Any:
+        """A part of U or dZ in device memory."""
+        return self.inputs[name].at[part, self.batch, self.head, self.tokens, pl.ds(piece * C, C)]
 
     def state(self, name: str, key: Any, value: Any) -> list[Any]:
         """S or D of 64 key and 64 value channels in device memory, part by part."""
@@ -162,9 +161,8 @@ class GradientTiles(Tokens):
         for piece in range(problem.value_pieces):
             self.fetch("d_out", self.landing_tile(self.layout.values, "d_out", piece), piece, landing)
             for name in ("u", "d_z"):
-                refs = self.landing(name, self.layout.values[name], piece)
-                for source, ref in zip(self.kept(name, piece), refs, strict=False):
-                    plgpu.copy_gmem_to_smem(source, ref, landing)
+                for part, ref in enumerate(self.landing(name, self.layout.values[name], piece)):
+                    plgpu.copy_gmem_to_smem(self.kept(name, part, piece), ref, landing)
         for name in self.places:
             for piece in range(problem.key_pieces):
                 self.fetch(name, self.landing_tile(self.places, name, piece), piece, self.barriers.keys)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.convolution import EPS
 from qdelta_jax.checks import check_segment_ids
 
 __all__ = [
@@ -101,7 +102,7 @@ def check_number(name: str, value: Any, wanted: str = "a finite number", *, posi
         number = float(value) if real else math.nan
     except OverflowError:  # an integer beyond float64
         number = math.inf
-    least, most = 1e-24, float(np.finfo(np.float32).max)
+    least, most = EPS
     if not math.isfinite(number) or (positive and not least <= number <= most):
         wanted = f"a number above 0, {least:.3g} .. {most:.3g}" if positive else wanted
         raise ValueError(f"{name}: got {value!r}, want {wanted}")
